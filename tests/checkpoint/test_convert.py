@@ -377,7 +377,7 @@ def test_a_model_of_transformers_own(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in again.state_dict().items())
 
 
-def test_exports_refused(tmp_path: Path) -> None:
+def test_export_says_which_format_a_checkpoint_needs(tmp_path: Path) -> None:
     config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": RATE}}}
     engine = triax.initialize(model=nn.Linear(4, 4), config=config)[0]
     assert engine.save_checkpoint(tmp_path / "runs")

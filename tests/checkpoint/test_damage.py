@@ -85,7 +85,7 @@ def test_what_is_damaged_is_not_loaded(saved: Path, tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path, "there")
 
 
-def test_nothing_is_unpickled(saved: Path, tmp_path: Path) -> None:
+def test_no_file_of_a_checkpoint_is_unpickled(saved: Path, tmp_path: Path) -> None:
     """Each file in turn is one that runs code where it is unpickled."""
     mark = tmp_path / "ran"
     evil = b"cos\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."

@@ -72,7 +72,7 @@ def test_a_limit_is_kept_or_refused(file: str) -> None:
         (["cuts", "FILE", "--schedule", "zb-v", "--pipe", "5"], "8 layers cannot fill 10 stages"),
     ],
 )
-def test_refusals(file: str, words: list[str], expected: str) -> None:
+def test_the_cuts_command_refuses_mistakes(file: str, words: list[str], expected: str) -> None:
     text = run("schedule", *(file if word == "FILE" else word for word in words), code=2)
     assert expected in " ".join(text.split())
 

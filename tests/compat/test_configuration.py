@@ -146,7 +146,7 @@ def test_every_key_acts_or_says_why_not() -> None:
     assert statuses["acts"] > 60 and statuses["idle"] > 25 and statuses["refused"] >= 40
 
 
-def test_older_names() -> None:
+def test_older_names_of_keys_are_read() -> None:
     assert read_config({"bfloat16": {"enabled": True}}).bf16.enabled
     assert read_config({"zero_optimization": True}).zero_optimization.stage == 1
     assert read_config({"steps_per_print": float("inf")}).steps_per_print is None

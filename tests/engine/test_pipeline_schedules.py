@@ -105,7 +105,7 @@ def test_schedules_of_your_own_and_searched_for(ranks: Any, tmp_path: Path, name
         ({"schedule": "auto", "costs": [1, 2]}, "pipeline.costs"),
     ],
 )
-def test_schedules_refused(pipeline: Any, words: str) -> None:
+def test_schedules_that_do_not_fit_the_engine_are_refused(pipeline: Any, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         engine(Grid(), pipeline=pipeline)
     assert words in str(error.value)

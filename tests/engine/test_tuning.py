@@ -191,7 +191,7 @@ def test_times_are_measured_and_the_result_is_a_configuration(tmp_path: Path) ->
     require_equal(found, train(gpt, tokens, config))
 
 
-def test_out_of_memory_is_the_next_smaller_size() -> None:
+def test_an_engine_out_of_memory_takes_the_next_smaller_size() -> None:
     assert train(lambda grid: noisy(grid, most=8), numbers, {AUTO: "auto"})["batch"] == (32, 8, 4)
 
 

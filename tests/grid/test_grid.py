@@ -171,7 +171,7 @@ def collectives(by_host: bool) -> None:
 
 
 @pytest.mark.parametrize("by_host", [False, True])
-def test_collectives(ranks: Any, by_host: bool) -> None:
+def test_collectives_compute_the_same_over_both_transports(ranks: Any, by_host: bool) -> None:
     """``HostTransport`` is what ranks that share a GPU have."""
     ranks(4, collectives_on_rank, by_host)
 

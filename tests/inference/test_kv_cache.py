@@ -69,7 +69,7 @@ class Cached:
 
 @pytest.mark.parametrize("config", [GPT, LLAMA, QWEN], ids=["gpt", "llama-gqa", "qwen"])
 @torch.no_grad()
-def test_a_token_at_a_time_is_the_whole_sequence(config: Any) -> None:
+def test_cached_tokens_have_the_logits_of_the_whole_sequence(config: Any) -> None:
     module = model(config)
     x = ids(4, 13)
     whole = module(x)

@@ -208,7 +208,7 @@ def test_samples_of_a_prompt() -> None:
 # --------------------------------------------------------------------------------------------------------- strings
 
 
-def test_string_prompts() -> None:
+def test_prompts_of_text_give_text() -> None:
     ours = engine(tokenizer=BYTES)
     texts, ids = ["\x05\x06\x07", "\x01"], [[5, 6, 7], [1]]
     found = ours.generate(texts, NEW, temperature=0)
@@ -247,7 +247,7 @@ def test_a_string_that_ends_in_the_middle_of_a_character() -> None:
         ([[1]], {"logits_processor": ["x"]}, "logits_processor has 'x'. Give functions of"),
     ],
 )
-def test_what_cannot_be_asked(tokens: Any, options: dict[str, Any], message: str) -> None:
+def test_generation_options_that_cannot_be_are_refused(tokens: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine().generate(tokens, 2, **options)
 

@@ -63,7 +63,7 @@ def step(name: str, schedule: str, chunks: int) -> Any:
         ("sparse", "zb-h1", 1),
     ],
 )
-def test_gradients_of(ranks: Any, name: str, schedule: str, chunks: int) -> None:
+def test_gradients_of_each_layer_are_those_of_autograd(ranks: Any, name: str, schedule: str, chunks: int) -> None:
     engine = engine_of(built(name))
     module, weights = engine.module, {p.layout.name: p.parameter for p in engine.module.local_parameters()}
     loss = torch.stack([mean_loss(module(x), y) for x, y in pairs()]).mean()

@@ -33,7 +33,7 @@ def with_examples() -> list[Any]:
 
 
 @pytest.mark.parametrize("file", with_examples())
-def test_examples_run(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_in_docstrings_run(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"triax": triax, "torch": torch, "nn": nn, "os": os, "Path": Path}
     if "huggingface" in file:
         names["transformers"] = pytest.importorskip("transformers")

@@ -141,14 +141,14 @@ def test_a_sample_of_cells(ranks: Any) -> None:
 @EXHAUSTIVE
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_every_grid(ranks: Any, count: int) -> None:
+def test_every_grid_of_five_axes_at_one_setting_is_exact(ranks: Any, count: int) -> None:
     check(ranks, [each for each in at_one_setting() if each[1].ranks == count])
 
 
 @EXHAUSTIVE
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(4))
-def test_all_triples(ranks: Any, part: int) -> None:
+def test_all_triples_of_settings_on_five_axes_are_exact(ranks: Any, part: int) -> None:
     cells = covering()
     assert len(cells) <= 600
     check(ranks, cells[part::4])

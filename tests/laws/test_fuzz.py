@@ -54,17 +54,17 @@ def test_compositions_that_failed_once(ranks: Any, case: dict[str, Any]) -> None
     assert fuzz.judge(case) == fuzz.Verdict("equal")
 
 
-def test_some_compositions(ranks: Any) -> None:
+def test_some_random_compositions_equal_one_process(ranks: Any) -> None:
     counts, findings = fuzz.run(seconds=60, seed=4, cases=4)
     assert not findings and counts["equal"] >= 2
 
 
-def test_some_configurations() -> None:
+def test_some_random_configurations_train_or_are_refused() -> None:
     counts, findings = fuzz_config.run(seconds=60, seed=7, cases=60)
     assert not findings and counts["refused"] > 10 and counts["accepted"] + counts["trained"] > 10
 
 
-def test_some_training_files() -> None:
+def test_some_random_training_files_train_or_are_refused() -> None:
     try:
         assert not [*fuzz_train_files.known(every=9)]
         counts, findings = fuzz_train_files.run(seconds=60, seed=7, cases=12, step=12)
@@ -84,7 +84,7 @@ def test_two_hundred_hostile_training_files() -> None:
     assert not findings and sum(counts.values()) == 200 and counts["trained"] > 10
 
 
-def test_some_faults(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_random_faults_lose_nothing(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "GRACE", 20.0)
     lives: list[dict[str, Any]] = [
         {"kind": "kill_in_save", "at": 7, "step": 2},

@@ -323,7 +323,9 @@ OFFENDERS = [
 
 
 @pytest.mark.parametrize(("rule", "file", "text", "complaint"), OFFENDERS)
-def test_the_rule_finds_an_offender(tmp_path: Path, rule: object, file: str, text: str, complaint: str | None) -> None:
+def test_each_law_of_imports_finds_an_offender(
+    tmp_path: Path, rule: object, file: str, text: str, complaint: str | None
+) -> None:
     assert callable(rule)
     made_first = ("grid/topology", "grid/grid", "pipe/program/ops", "pipe/schedules/registry", "pipe/spec", "zero/flat")
     more = ("models/config", "grid/launcher/launch", "compat/huggingface/trainer", "compat/huggingface/arguments")

@@ -107,7 +107,7 @@ def check(ranks: Any, count: int, seed: int, tmp_path: Any) -> None:
             )
 
 
-def test_accepted_mutants_run(ranks: Any, tmp_path: Any) -> None:
+def test_mutated_schedules_that_verify_accepts_run(ranks: Any, tmp_path: Any) -> None:
     check(ranks, 60, 0, tmp_path)
 
 

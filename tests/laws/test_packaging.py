@@ -142,7 +142,7 @@ def test_every_folder_of_the_library_is_packaged() -> None:
     assert {"triax", "triax.docs"} | folders == set(PROJECT["tool"]["setuptools"]["packages"])
 
 
-def test_command_exists() -> None:
+def test_the_command_triax_is_a_function() -> None:
     module, _, name = PROJECT["project"]["scripts"]["triax"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))
 

@@ -80,7 +80,7 @@ def swallowed(file: str, text: str) -> Iterator[str]:
         ("threading.excepthook = f", 1),
     ],
 )
-def test_the_law_finds_an_offender(body: str, count: int) -> None:
+def test_the_law_of_threads_finds_swallowed_errors(body: str, count: int) -> None:
     assert len([*swallowed("a.py", body)]) == count
 
 

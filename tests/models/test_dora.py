@@ -59,7 +59,7 @@ CASES: list[Any] = [
 
 
 @pytest.mark.parametrize(("steps", "sizes", "case", "lora", "options"), CASES)
-def test_steps_equal_pefts(
+def test_dora_steps_are_those_of_peft(
     ranks: Callable[..., list[Any]],
     tmp_path: Path,
     steps: int,

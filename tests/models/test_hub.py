@@ -125,7 +125,7 @@ def test_commands_and_training_take_an_id(tmp_path: Path, llama: Any, cache: Pat
     assert job.model == config_from_hf(folder)
 
 
-def test_tokenizers_of_ids(tmp_path: Path, llama: Any, cache: Path) -> None:
+def test_a_tokenizer_opens_by_the_hubs_id(tmp_path: Path, llama: Any, cache: Path) -> None:
     fill(cache, ID, llama[0])
     ours, theirs = open_tokenizer(ID), open_tokenizer(llama[0])
     assert ours.facts.fingerprint == theirs.facts.fingerprint and ours.facts.name == ID

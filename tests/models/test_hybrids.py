@@ -156,7 +156,7 @@ def check(ranks: Any, cells: list[tuple[Job, Place]]) -> None:
                     torch.testing.assert_close(found[what][name], value, rtol=1e-10, atol=1e-12, msg=message)
 
 
-def test_hybrids_on_grids(ranks: Any) -> None:
+def test_hybrids_train_on_grids_as_on_one_process(ranks: Any) -> None:
     check(
         ranks,
         [
@@ -213,7 +213,7 @@ def tokens(rows: int, length: int) -> Tensor:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_a_token_at_a_time_is_the_whole_sequence(name: str) -> None:
+def test_cached_hybrids_have_the_logits_of_the_whole_sequence(name: str) -> None:
     module, x = model(CONFIGS[name]), tokens(4, 13)
     whole, cache = module(x), KVCache(torch.device("cpu"))
     cache.reserve(6, 16)
@@ -306,7 +306,7 @@ def searched(name: str, beams: int) -> list[list[int]]:
     return found
 
 
-def test_generation(ranks: Any) -> None:
+def test_hybrids_generate_the_same_on_grids(ranks: Any) -> None:
     assert generated("delta", (1, 1, 1, 1), 1) == greedy("delta")
     assert generated("mamba", (1, 1, 1, 1), 3) == searched("mamba", 3)  # states are copied from slot to slot
     for found in ranks(2, generated, "mamba", (1, 1, 2, 1), 1):  # prompts in parts
@@ -325,7 +325,7 @@ def test_a_configuration_counts_its_parameters_and_is_rebuilt(name: str) -> None
     assert config_from_fields("DecoderConfig", asdict(config)) == config
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_hybrid_configurations_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="linear_attention is None, but layer_types has 2 blocks"):
         replace(DELTA, linear_attention=None)
     with pytest.raises(ValueError, match="but layer_types has 0 blocks"):

@@ -169,7 +169,7 @@ def resume(folder: Path, out: Path, tag: str, sizes: Sizes, **options: Any) -> t
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tag", ["all", "adapters"])
-def test_a_checkpoint_resumes_on_another_grid(ranks: Callable[..., list[Any]], tmp_path: Path, tag: str) -> None:
+def test_a_lora_checkpoint_resumes_on_another_grid(ranks: Callable[..., list[Any]], tmp_path: Path, tag: str) -> None:
     """Also one of the adapters alone, over the same frozen weights."""
     folder, out = saved(tmp_path / "model", "llama"), tmp_path / "checkpoints"
     loss, end = ranks(4, save_then_go_on, folder, out, (2, 1, 2), stage=1)[0]

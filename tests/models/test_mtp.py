@@ -173,7 +173,7 @@ def test_an_evaluation_is_of_the_model_alone(tmp_path: Path) -> None:
     assert loss == pytest.approx(terms["main"], rel=1e-10) and metrics == pytest.approx(terms, rel=1e-10)
 
 
-def test_parameters_are_counted() -> None:
+def test_multi_token_layers_count_in_the_parameters() -> None:
     config = DeepseekConfig.preset("deepseek-tiny", num_nextn_predict_layers=2)
     layers = deepseek_layers(config)
     module = triax.PipelineModule(layers, grid=Grid(), device="meta")

@@ -211,7 +211,7 @@ def equal(found: dict[str, Any], alone: dict[str, Any], what: Any) -> None:
 
 
 @pytest.mark.parametrize("size", list(CASES))
-def test_every_grid_gives_the_numbers_of_one_process(ranks: Any, alone: list[dict[str, Any]], size: int) -> None:
+def test_every_grid_of_experts_trains_as_one_process(ranks: Any, alone: list[dict[str, Any]], size: int) -> None:
     cells = [(case, options) for case in CASES[size] for options in KINDS]
     for found in ranks(size, run, cells, timeout=120):
         for (case, options), got in zip(cells, found, strict=True):

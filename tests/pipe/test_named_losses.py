@@ -299,7 +299,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_refused_on_every_rank(ranks: Any, mistake: str) -> None:
+def test_wrong_named_losses_are_refused_on_every_rank(ranks: Any, mistake: str) -> None:
     with pytest.raises(RankFailure, match=MISTAKES[mistake]) as failure:
         ranks(2, mistaken, mistake)
     for rank in range(2):

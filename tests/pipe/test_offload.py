@@ -238,7 +238,7 @@ def runs(schedule: Schedule) -> bool:
 
 
 @pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 2300), marks=pytest.mark.exhaustive)])
-def test_verify_accepts_what_runs_and_no_more(seeds: range) -> None:
+def test_verify_accepts_the_offload_orders_that_run_alone(seeds: range) -> None:
     accepted = 0
     for seed in seeds:
         schedule, reason = mutant(seed), ""

@@ -96,7 +96,7 @@ def test_tiles_have_the_gradients_of_the_whole(
 
 
 @pytest.mark.parametrize("config", [GPT, LLAMA])
-def test_bytes_are_those_of_the_formula(config: AnyDecoderConfig) -> None:
+def test_a_tiled_mlp_holds_the_bytes_of_the_formula(config: AnyDecoderConfig) -> None:
     found = {}
     for tile in (None, 4):
         grid = Grid()

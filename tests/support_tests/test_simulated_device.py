@@ -288,5 +288,5 @@ def sizes() -> list[int]:
         ]
 
 
-def test_storages_are_real(ranks: Any) -> None:
+def test_storages_of_the_simulated_device_are_real(ranks: Any) -> None:
     assert ranks(1, sizes, init_group=False, new_processes=True) == [[24, 40, 4, 16]]

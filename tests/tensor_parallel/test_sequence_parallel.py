@@ -206,7 +206,7 @@ def penalty_on_rank(size: int, sequence_parallel: bool) -> tuple[Tensor, Any]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_they_differentiate_twice(ranks: Any, size: int) -> None:
+def test_sequence_parallel_linears_differentiate_twice(ranks: Any, size: int) -> None:
     ((expected, gradients),) = ranks(1, penalty_on_rank, 1, False)
     found = ranks(size, penalty_on_rank, size, True)
     torch.testing.assert_close(torch.cat([r[0] for r in found], dim=1), expected, **CLOSE)

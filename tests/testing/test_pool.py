@@ -199,7 +199,7 @@ def test_one_rank_has_no_group(ranks: Any) -> None:
     assert not initialized and not has_rank and pid != os.getpid()
 
 
-def test_environment_is_torchruns(ranks: Any) -> None:
+def test_ranks_of_the_pool_have_torchruns_environment(ranks: Any) -> None:
     answers = ranks(2, environment, init_group=False)
     assert [answer["RANK"] for answer in answers] == ["0", "1"]
     assert [answer["LOCAL_RANK"] for answer in answers] == ["0", "1"]

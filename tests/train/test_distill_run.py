@@ -171,7 +171,7 @@ def test_the_guides_program_writes_a_file_of_a_teacher(place: Path, monkeypatch:
         ([KINDS["stored"].replace("stored.", "none.")], "method.teacher none.safetensors cannot be read"),
     ],
 )
-def test_mistakes_are_refused(
+def test_distill_runs_refuse_mistakes(
     place: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], message: str, capsys: Any
 ) -> None:
     monkeypatch.chdir(place)

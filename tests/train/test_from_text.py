@@ -364,7 +364,7 @@ def test_the_text_that_the_page_makes_is_enough(tmp_path: Path, monkeypatch: Any
     assert sum(1 for _ in itertools.islice(batches(tmp_path), STEPS)) == STEPS
 
 
-def test_all_of_it_is_run() -> None:
+def test_every_command_of_the_page_from_text_is_run() -> None:
     kinds = [" ".join(command.split()[:2]) for command in TYPED]
     assert kinds == [
         *["triax data"] * 3,

@@ -185,7 +185,7 @@ def reward_of(root: str) -> float:
         (["batch.size=24"], "data.training has 8 prompts, less than the 12 of a rollout"),
     ],
 )
-def test_mistakes_are_refused(
+def test_grpo_runs_refuse_mistakes(
     place: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], message: str, capsys: Any
 ) -> None:
     monkeypatch.chdir(place)

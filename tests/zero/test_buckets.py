@@ -144,7 +144,7 @@ def reduced(grid: tuple[int, int, int], stage: int, bucket: int) -> Any:
         ),
     ],
 )
-def test_gradients_and_norm(ranks: Any, grid: tuple[int, int, int], stage: int) -> None:
+def test_buckets_hold_the_plain_gradients_and_norm(ranks: Any, grid: tuple[int, int, int], stage: int) -> None:
     """Partial, unused and empty parameters; the norm counts each element once; the state is 1/N of the whole."""
     model = PipelineModule(layers(), dtype=torch.float64, partition="uniform")
     named = {p.layout.name: p.parameter for p in model.local_parameters()}

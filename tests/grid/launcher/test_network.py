@@ -103,7 +103,7 @@ def test_a_run_on_one_host_listens_on_the_loopback_address_alone(tmp_path: Path)
 
 
 @pytest.mark.exhaustive
-def test_under_mpirun_too(tmp_path: Path) -> None:
+def test_ranks_of_mpirun_listen_on_the_loopback_alone(tmp_path: Path) -> None:
     port = {"MASTER_PORT": str(free_port())}
     command: list[object] = [sys.executable, "script.py"]
     found = listening_during(tmp_path, command, command, a=as_mpirun(0, 2) | port, b=as_mpirun(1, 2) | port)

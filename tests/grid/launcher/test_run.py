@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command_line import run_triax
 from typer.testing import CliRunner
 
@@ -21,7 +22,7 @@ from triax.base.errors import ConfigError
 from triax.cli.main import app
 from triax.compat.launcher_options import IDLE, REFUSED
 from triax.grid.environment import Environment, read_environment
-from triax.grid.launcher.launch import launch
+from triax.grid.launcher.launch import cores, launch
 from triax.grid.launcher.log_tail import LogTail
 
 import processes
@@ -169,7 +170,7 @@ def logged(folder: Path, *words: str, **more: str) -> list[str]:
 
 
 @pytest.mark.exhaustive
-def test_horovodruns_command_line(tmp_path: Path) -> None:
+def test_triax_run_takes_horovodruns_command_line(tmp_path: Path) -> None:
     """``-np``, ``-H``, ``python`` before the script, and the local rank that scripts with this option get."""
     (tmp_path / "train.py").write_text(TOLD)
     words = ["-np", "2", "-H", "localhost:3", "--gloo", "--cycle-time-ms", "2", "python", "train.py", "--steps", "7"]
@@ -177,7 +178,7 @@ def test_horovodruns_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_deepspeeds_command_line(tmp_path: Path) -> None:
+def test_triax_run_takes_deepspeeds_command_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TOLD)
     (tmp_path / "hosts").write_text("one slots=2\ntwo slots=1\n")
     words = ["--num_gpus", "2", "--master_port", str(free_port()), "--no_local_rank", "--quiet", "train.py"]
@@ -223,11 +224,11 @@ def test_options_of_other_launchers(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "options of Python have no effect here" in str(result.exception)
 
 
-def test_environment_report() -> None:
+def test_triax_env_lists_versions_and_backends() -> None:
     result = CliRunner().invoke(app, ["env"])
     assert result.exit_code == 0
-    for word in ("triax", "torch", "gloo", "cores", "tensorboard", "mpirun"):
-        assert word in result.output
+    for line in (rf"torch +│ {re.escape(torch.__version__)}", rf"{cores()} cores", "gloo", "tensorboard", "mpirun"):
+        assert re.search(line, result.output), result.output
 
 
 def test_two_hosts_start_again_together_and_name_the_dead_rank(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ CHOSEN |= {(2, 2, 1): ["OneBitLamb"], (1, 2, 2): ["ZeroOneAdam"]}
     ],
     ids=str,
 )
-def test_the_papers_equations(ranks: Any, kind: str, shape: tuple[int, int, int]) -> None:
+def test_1_bit_steps_are_the_papers_equations(ranks: Any, kind: str, shape: tuple[int, int, int]) -> None:
     if kind == "OneBitLamb" and shape[2] > 1:
         return  # refused: see below
     corrects, clip = shape[1] != 2, 0.4 if shape[1] == 4 or shape[2] == 2 else 0.0

@@ -294,7 +294,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "words"), CASES, ids=[str(given) for given, _ in CASES])
-def test_refused(given: dict[str, Any], words: str) -> None:
+def test_1_bit_options_that_cannot_be_are_refused(given: dict[str, Any], words: str) -> None:
     params = {} if "zero_optimization" in given else given
     more = given if "zero_optimization" in given else {}
     with pytest.raises(ConfigError) as error:
@@ -382,7 +382,7 @@ def tied_ends(kind: str) -> Any:
 @pytest.mark.parametrize(
     "kind", ["OneBitAdam", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in list(PARAMS)[1:])]
 )
-def test_a_tie_stays_one_weight_on_all_its_stages(ranks: Any, kind: str) -> None:
+def test_1_bit_steps_keep_tied_weights_equal(ranks: Any, kind: str) -> None:
     found = ranks(4, tied_ends, kind)
     for losses, weights, names in found:
         assert names == found[0][2] and losses == found[0][0]

@@ -364,7 +364,7 @@ def test_a_sequence_in_parts_has_the_loss_and_gradient_of_all(ranks: Any, level:
         torch.testing.assert_close(found, gradient, rtol=0, atol=1e-10)
 
 
-def test_mistakes_are_refused() -> None:
+def test_grpo_losses_refuse_mistakes() -> None:
     grid = Grid()
     with pytest.raises(ValueError, match="there is no policy loss 'gspo'"):
         grpo_loss(grid, 7, "gspo")  # type: ignore[arg-type]
