@@ -27,10 +27,10 @@ from triax.checkpoint.format.folder import tags
 from triax.compat.deepspeed.from_config import read_config
 from triax.testing.pool import RankFailure
 
-from checkpoint_jobs import Cell, Job, losses, make, tensors
-from module_training import MICRO, microbatch, net
-from module_training import config as module_config
-from module_training import groups as module_groups
+from support.checkpoint_jobs import Cell, Job, losses, make, tensors
+from support.module_training import MICRO, microbatch, net
+from support.module_training import config as module_config
+from support.module_training import groups as module_groups
 
 STEPS = 6  # under fp16 the first five overflow
 

@@ -26,10 +26,10 @@ from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
 from triax.models.recurrent.sizes import DeltaNetSizes
 
-from checkpoint_jobs import command
-from paths import DOCS
-from readme_blocks import blocks, commands, programs
-from toys import error_text
+from support.checkpoint_jobs import command
+from support.paths import DOCS
+from support.readme_blocks import blocks, commands, programs
+from support.toys import error_text
 
 STEPS, AFTER, RATE = 3, 3, 0.01
 

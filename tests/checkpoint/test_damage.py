@@ -21,8 +21,8 @@ from triax.checkpoint.format import folder as folders
 from triax.checkpoint.format.index import Index, read_index
 from triax.cli.main import app
 
-from checkpoint_jobs import Cell, Job, make
-from small_checkpoints import linear
+from support.checkpoint_jobs import Cell, Job, make
+from support.small_checkpoints import linear
 
 
 def test_every_flipped_byte_is_named(saved: Path, tmp_path: Path) -> None:

@@ -40,10 +40,10 @@ from triax.grid.ranges import boxes_of_range, everything, overlap
 from triax.models.gpt import gpt_layers
 from triax.zero.state_shards import state_number as number_of
 
-from checkpoint_jobs import SIZES, Cell, Job, command, make
-from paths import DOCS
-from readme_blocks import blocks
-from small_checkpoints import linear
+from support.checkpoint_jobs import SIZES, Cell, Job, command, make
+from support.paths import DOCS
+from support.readme_blocks import blocks
+from support.small_checkpoints import linear
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())

@@ -15,7 +15,7 @@ import torch
 from triax.checkpoint.format.index import read_index
 from triax.pipe.schedules.registry import RECIPES
 
-from checkpoint_jobs import (
+from support.checkpoint_jobs import (
     BATCH,
     Cell,
     Job,

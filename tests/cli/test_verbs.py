@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import run_triax
+
+from support.command_line import run_triax
 
 PLAN = ("--model", "bytes-tiny", "--gpus", "4", "--batch", "8", "--top", "1", "--json")
 

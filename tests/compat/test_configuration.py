@@ -23,9 +23,9 @@ from triax.compat.deepspeed.config.to_options import batch_sizes, notes_of, opti
 from triax.compat.deepspeed.from_config import read_config, resolve_config
 from triax.engine.setup.precision import make_loss_scaler
 
-from configuration_files import TUTORIAL, WIDTH, data, engine
-from paths import ROOT
-from toys import mean_loss
+from support.configuration_files import TUTORIAL, WIDTH, data, engine
+from support.paths import ROOT
+from support.toys import mean_loss
 
 
 def test_the_tutorials_file_with_its_comments(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from triax.compat.deepspeed.config.table import keys, table
 from triax.compat.deepspeed.config.to_options import batch_sizes
 from triax.compat.deepspeed.from_config import read_config, resolve_config
 
-from configuration_files import TUTORIAL, engine
+from support.configuration_files import TUTORIAL, engine
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from triax.engine.optim.nonfinite import MOST_IN_A_ROW
 from triax.options.base import hints_of, walk
 from triax.train.sections import TrainingFile
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 
 def test_numbers_of_a_training_file_are_finite_in_float32() -> None:

@@ -22,7 +22,7 @@ import triax.compat.deepspeed as deepspeed
 from triax.compat.deepspeed.accelerator import get_accelerator
 from triax.compat.deepspeed.utils import log_dist
 
-from deepspeed_arguments import arguments
+from support.deepspeed_arguments import arguments
 
 
 def images(samples: int, width: int = 12) -> TensorDataset:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import triax.compat.deepspeed as deepspeed
 
-from deepspeed_arguments import arguments
+from support.deepspeed_arguments import arguments
 
 
 class Generator(nn.Module):

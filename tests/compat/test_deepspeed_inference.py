@@ -23,7 +23,7 @@ from triax.compat.deepspeed.section_classes import (
 from triax.inference.int8 import weight_bytes
 from triax.models.gpt import GPTConfig, gpt_layers
 
-from varied_llama import varied_llama
+from support.varied_llama import varied_llama
 
 GPT = GPTConfig(vocab_size=53, max_position_embeddings=32, hidden_size=24, num_hidden_layers=2, num_attention_heads=4)
 IDS = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])

@@ -24,7 +24,7 @@ from triax.compat.deepspeed.grids import ParallelGrid
 from triax.compat.deepspeed.offload_states import OffloadStateTypeEnum, get_state_devices
 from triax.pipe.spec import LayerSpec
 
-from module_training import MICRO, WIDTH, config, microbatch, net
+from support.module_training import MICRO, WIDTH, config, microbatch, net
 
 
 def members() -> list[Any]:

@@ -17,8 +17,8 @@ import triax.compat.horovod as hvd
 from triax.testing.pool import RankFailure
 from triax.zero import ShardedOptimizer
 
-from horovod_models import MAKERS, Halves, groups, hvd_grid, loss_of, net, started
-from paths import DOCS
+from support.horovod_models import MAKERS, Halves, groups, hvd_grid, loss_of, net, started
+from support.paths import DOCS
 
 
 def clips_too_early() -> None:

@@ -19,8 +19,8 @@ import triax.compat.horovod as hvd
 from triax.compat.horovod import optimizer as horovod_optimizer
 from triax.testing.pool import RankFailure
 
-from horovod_example import EXAMPLE, plain_example
-from horovod_models import MAKERS, WIDTH, Halves, groups, held, hvd_grid, loss_of, net, plain, started
+from support.horovod_example import EXAMPLE, plain_example
+from support.horovod_models import MAKERS, WIDTH, Halves, groups, held, hvd_grid, loss_of, net, plain, started
 
 
 def example(*options: str) -> tuple[dict[str, Tensor], Any]:

@@ -16,7 +16,7 @@ from triax.base.errors import ConfigError
 from triax.cli.main import app
 from triax.compat.huggingface.auto_values import AutoValues, hidden_size
 
-from trainer_jobs import (
+from support.trainer_jobs import (
     model_of,
     replicas_here,
     told,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import triax
 from triax.base.errors import ConfigError
 
-from trainer_in_float64 import SECTION, STEPS, TARGETS, exact, exported, model_of, near, run
+from support.trainer_in_float64 import SECTION, STEPS, TARGETS, exact, exported, model_of, near, run
 
 FEW = 8  # steps of the quick tests: the last two are of a second epoch
 

@@ -17,7 +17,7 @@ import triax
 from triax.base.errors import ConfigError
 from triax.cli.main import app
 
-from trainer_in_float64 import (
+from support.trainer_in_float64 import (
     ACCUMULATION,
     BATCH,
     GPT2,

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from triax.base.errors import ConfigError
 
-from paths import ROOT
-from trainer_jobs import (
+from support.paths import ROOT
+from support.trainer_jobs import (
     Text,
     model_of,
     replicas_here,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import triax
 
-from trainer_jobs import (
+from support.trainer_jobs import (
     ACCUMULATION,
     BATCH,
     CASES,

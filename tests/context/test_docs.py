@@ -13,9 +13,9 @@ from triax.context.block_sparse import BlockSparse
 from triax.context.mask import Mask
 from triax.context.order import runs
 
-from paths import ROOT
-from processes import program
-from readme_blocks import blocks, commands, programs
+from support.paths import ROOT
+from support.processes import program
+from support.readme_blocks import blocks, commands, programs
 
 TEXT = (ROOT / "docs" / "context.md").read_text()
 

@@ -19,7 +19,7 @@ from triax.data import TokenFolder, open_tokenizer
 from triax.data.sources import Part, Reading, cut, documents, find_sources, lines_before
 from triax.data.tokenization import tokenize
 
-from tokenized import texts, write_json_lines
+from support.tokenized import texts, write_json_lines
 
 TEXTS = texts(60, longest=30)
 

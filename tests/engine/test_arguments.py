@@ -14,7 +14,7 @@ from torch import nn
 import triax
 from triax.base.errors import ConfigError
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 WRONG: list[Any] = [3, -1, 2.5, math.nan, "x", b"x", ["a"], object(), torch.ones(2)]
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}

@@ -24,8 +24,8 @@ from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
 from triax.models.mixtral import MixtralConfig, mixtral_layers
 
-from module_training import CLIP, net
-from module_training import microbatch as module_microbatch
+from support.module_training import CLIP, net
+from support.module_training import microbatch as module_microbatch
 
 ON = {"enabled": True, "backend": "aot_eager"}
 VOCABULARY, LENGTH, SAMPLES, STEPS = 24, 8, 8, 2

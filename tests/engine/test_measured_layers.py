@@ -17,9 +17,9 @@ from triax import Grid, LayerCost, LayerCosts, LayerSpec, PipelineModule
 from triax.base.option_error import OptionError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 
-from paths import DOCS
-from readme_blocks import programs
-from toys import error_text, mean_loss, random_pair, same
+from support.paths import DOCS
+from support.readme_blocks import programs
+from support.toys import error_text, mean_loss, random_pair, same
 
 GPT = GPTConfig(vocab_size=64, max_position_embeddings=8, hidden_size=16, num_hidden_layers=3, num_attention_heads=2)
 BATCH = triax.Batch(size=8, microbatch=2)

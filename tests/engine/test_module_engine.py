@@ -13,8 +13,8 @@ import triax
 from triax import Grid, initialize
 from triax.base.errors import ConfigError
 
-from module_jobs import Trace, plain
-from module_training import CLIP, MICRO, OPTIMIZERS, STEPS, WIDTH, config, groups, microbatch, net
+from support.module_jobs import Trace, plain
+from support.module_training import CLIP, MICRO, OPTIMIZERS, STEPS, WIDTH, config, groups, microbatch, net
 
 
 def engined(settings: dict[str, Any], grid: Grid) -> Trace:

@@ -22,9 +22,9 @@ from triax import Grid, initialize
 from triax.base.errors import ConfigError
 from triax.grid.randomness.random import Dropout
 
-from module_jobs import loss_of, one, weights
-from module_training import MICRO, WIDTH, config, groups, microbatch, net
-from paths import DOCS
+from support.module_jobs import loss_of, one, weights
+from support.module_training import MICRO, WIDTH, config, groups, microbatch, net
+from support.paths import DOCS
 
 GETTING_STARTED = """
 import argparse

@@ -12,7 +12,7 @@ import triax
 from triax.base.errors import ConfigError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 
-import reference
+from support import reference
 
 SIZES = GPTConfig(37, 16, 16, 2, 4)
 SECTION = {"mode": "fixed", "block": 2, "num_local_blocks": 2, "attention": "unidirectional"}

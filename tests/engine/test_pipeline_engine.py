@@ -19,8 +19,8 @@ from triax.compat.deepspeed.config.to_options import batch_sizes
 from triax.compat.deepspeed.from_config import read_config
 from triax.data.dataloader import BatchOrder
 
-from pipeline_jobs import BASE, engine, layers, microbatches, samples
-from toys import mean_loss
+from support.pipeline_jobs import BASE, engine, layers, microbatches, samples
+from support.toys import mean_loss
 
 
 @pytest.mark.parametrize(

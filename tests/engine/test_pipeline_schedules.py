@@ -15,8 +15,8 @@ from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
 from triax.base.errors import ConfigError
 from triax.testing.pool import RankFailure
 
-from pipeline_jobs import BASE, WIDTH, engine, given, layers, microbatches
-from toys import mean_loss
+from support.pipeline_jobs import BASE, WIDTH, engine, given, layers, microbatches
+from support.toys import mean_loss
 
 
 class OwnList(PipelineModule):

@@ -18,7 +18,7 @@ from triax.base.errors import ConfigError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.mixtral import MixtralConfig, mixtral_layers
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 GPT = GPTConfig(vocab_size=64, max_position_embeddings=16, hidden_size=32, num_hidden_layers=4, num_attention_heads=4)
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paths import BENCHMARKS
+from support.paths import BENCHMARKS
 
 
 def run(script: str, *args: str) -> str:

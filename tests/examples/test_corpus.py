@@ -9,7 +9,7 @@ import pytest
 
 from triax.data import TokenData
 
-from paths import EXAMPLES
+from support.paths import EXAMPLES
 
 sys.path.insert(0, str(EXAMPLES))
 

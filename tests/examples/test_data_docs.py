@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from triax.cli.main import app
 
-from paths import DOCS
-from processes import program
-from readme_blocks import commands, make_text, makes_text, programs
+from support.paths import DOCS
+from support.processes import program
+from support.readme_blocks import commands, make_text, makes_text, programs
 
 TEXT = (DOCS / "data.md").read_text()
 

@@ -20,8 +20,8 @@ from triax.compat.deepspeed.configuration import read_deepspeed_config
 from triax.compat.deepspeed.from_config import read_config
 from triax.compat.deepspeed.ledger import markdown
 
-from paths import DOCS
-from readme_blocks import programs
+from support.paths import DOCS
+from support.readme_blocks import programs
 
 TEXT = (DOCS / "deepspeed.md").read_text()
 

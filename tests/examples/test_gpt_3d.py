@@ -25,8 +25,8 @@ from triax.train.loop import train
 from triax.train.sections import TrainingFile
 from triax.train.start import make_job
 
-from paths import EXAMPLES
-from processes import program
+from support.paths import EXAMPLES
+from support.processes import program
 
 sys.path.insert(0, str(EXAMPLES))
 

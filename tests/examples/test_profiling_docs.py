@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paths import ROOT
-from processes import program
-from readme_blocks import blocks, commands, programs
+from support.paths import ROOT
+from support.processes import program
+from support.readme_blocks import blocks, commands, programs
 
 DOCS = [ROOT / "docs" / "profiling.md", ROOT / "docs" / "autocast.md"]
 COMMANDS = [(doc, command) for doc in DOCS for _, command in commands(doc.read_text())]

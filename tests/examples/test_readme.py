@@ -28,9 +28,9 @@ import pytest
 
 from triax.pipe.schedules.choose import NAMES
 
-from paths import DOCS, ROOT
-from processes import program
-from readme_blocks import blocks, commands, programs
+from support.paths import DOCS, ROOT
+from support.processes import program
+from support.readme_blocks import blocks, commands, programs
 
 README = ROOT / "README.md"
 FIRST_RUN = (DOCS / "start" / "first-run.md").read_text()

@@ -20,7 +20,7 @@ from triax.compat.deepspeed.lr_schedules import WarmupLR
 from triax.data.dataloader import make_loader
 from triax.grid import Grid
 
-from paths import EXAMPLES
+from support.paths import EXAMPLES
 
 FOLDER = EXAMPLES / "from_deepspeed"
 

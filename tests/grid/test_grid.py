@@ -29,7 +29,7 @@ from triax.grid.comm.observer import Observer
 from triax.grid.comm.transport import Transport
 from triax.testing.pool import slowdown
 
-from toys import error_text
+from support.toys import error_text
 
 AXES = ("pipe", "data", "tensor")
 SHAPES = [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1), (1, 2, 4)]

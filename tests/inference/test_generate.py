@@ -24,8 +24,8 @@ from triax.models.gpt import GPTConfig, gpt_layers
 from triax.models.huggingface.load import load_hf
 from triax.models.huggingface.save import save_hf
 
-from paths import ROOT
-from processes import program
+from support.paths import ROOT
+from support.processes import program
 
 BIN = Path(sys.executable).parent
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

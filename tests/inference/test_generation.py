@@ -18,8 +18,8 @@ from triax.models.gpt import GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig
 from triax.pipe.module import PipelineModule
 
-from generating_models import GPT, LIMITS, PROMPTS, model
-from reference import gpt_logits
+from support.generating_models import GPT, LIMITS, PROMPTS, model
+from support.reference import gpt_logits
 
 LLAMA = LlamaConfig(
     vocab_size=53,

@@ -15,7 +15,7 @@ from triax.models.gpt import GPTConfig, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
 from triax.pipe.module import PipelineModule
 
-from reference import gpt_logits
+from support.reference import gpt_logits
 
 GPT = GPTConfig(vocab_size=53, max_position_embeddings=16, hidden_size=24, num_hidden_layers=3, num_attention_heads=4)
 LLAMA = LlamaConfig(

@@ -17,7 +17,7 @@ from triax.inference.text import BYTES, ends_with
 from triax.models.huggingface.load import load_hf
 from triax.models.llama import LlamaConfig, llama_layers
 
-from varied_llama import varied_llama
+from support.varied_llama import varied_llama
 
 PROMPTS = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4, 3], [2, 2]]
 NEW = 9

@@ -19,7 +19,7 @@ from triax.models.gpt import GPTLoss, gpt_layers
 from triax.pipe.module import PipelineModule
 from triax.testing.pool import slowdown
 
-from generating_models import GPT, LIMITS, PROMPTS, model
+from support.generating_models import GPT, LIMITS, PROMPTS, model
 
 
 def streamed(sizes: tuple[int, int, int]) -> dict[str, Any]:

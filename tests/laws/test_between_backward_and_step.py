@@ -21,7 +21,7 @@ import triax
 from triax import Grid
 from triax.zero import ShardedOptimizer
 
-from gradient_loops import LIMIT, OPTIONS, REFUSED, WIDTH, Net, batch, compared, engine_of, net
+from support.gradient_loops import LIMIT, OPTIONS, REFUSED, WIDTH, Net, batch, compared, engine_of, net
 
 
 class Loop:

@@ -15,14 +15,14 @@ import triax
 from triax import Grid, LayerSpec
 from triax.zero import gathered
 
-from bug_models import (
+from support.bug_models import (
     WIDTH,
     SparseRows,
     built,
     engine_of,
     pairs,
 )
-from toys import mean_loss
+from support.toys import mean_loss
 
 
 class InPlaceBlock(nn.Module):

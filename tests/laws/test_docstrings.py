@@ -20,8 +20,8 @@ from torch import nn
 
 import triax
 
-from import_reader import library
-from paths import DOCS, ROOT
+from support.import_reader import library
+from support.paths import DOCS, ROOT
 
 SLOW = ("grid/launcher/launch.py", "pipe/schedules/search.py")  # seconds: processes, and a search
 OFTEN = 3  # pages and example files

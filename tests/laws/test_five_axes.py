@@ -17,7 +17,7 @@ import pytest
 from triax.testing.covering import covering_array
 from triax.testing.pool import RankFailure
 
-from five_axes import LR, ROWS, Cell, Job, Place, alone, compare, differences, plain, run, train
+from support.five_axes import LR, ROWS, Cell, Job, Place, alone, compare, differences, plain, run, train
 
 # Factors of a cell, beside the axes. None: it has no effect, because the axis that it refers to has the size 1.
 FACTORS: dict[str, Sequence[Any]] = {

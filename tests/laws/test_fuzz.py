@@ -11,10 +11,7 @@ import torch
 from triax.testing import pool
 from triax.train import file
 
-import faults
-import fuzz
-import fuzz_config
-import fuzz_train_files
+from laws import faults, fuzz, fuzz_config, fuzz_train_files
 
 UNUSED = [["linear"], ["split_tuple"], ["same"], ["linear"]]  # the second layer's second output is used by nothing
 TIED = {"family": "llama", "num_key_value_heads": 2, "tie_word_embeddings": True}

@@ -22,7 +22,7 @@ from triax.models.llama import LlamaConfig, llama_layers
 from triax.pipe.module import PipelineModule
 from triax.pipe.schedules.registry import RECIPES
 
-from gpt_batches import (
+from support.gpt_batches import (
     CLIP,
     ENTRIES,
     HEADS,
@@ -36,8 +36,8 @@ from gpt_batches import (
     batches,
     microbatches,
 )
-from reference import Step, llama_logits, train_gpt
-from reference import train as train_plainly
+from support.reference import Step, llama_logits, train_gpt
+from support.reference import train as train_plainly
 
 GRIDS = [
     (pipe, data, tensor)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from import_reader import library
-from paths import ROOT
+from support.import_reader import library
+from support.paths import ROOT
 
 # First words of a docstring that do not name the thing: relative clauses, pronouns, references to another docstring.
 VAGUE = re.compile(r"(What|Whether|Where|Which|Who|How|The same|Of|It|Its|See|As|That|Those)\b")

@@ -16,9 +16,9 @@ from triax.cli.main import app
 from triax.cli.verbs import VerbGroup
 from triax.compat.launcher_options import IDLE, REPLACED, SAME
 
-from import_reader import library
-from paths import ROOT
-from readme_blocks import commands
+from support.import_reader import library
+from support.paths import ROOT
+from support.readme_blocks import commands
 
 _NAME = re.compile(r"(?<![\w./-])triax((?:\.[A-Za-z_]\w*)+)")
 _COMMAND = re.compile(r"`triax((?: +[^\s`]+)*)`?")  # in a sentence

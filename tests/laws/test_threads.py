@@ -18,9 +18,9 @@ import pytest
 from triax.base.threads import BackgroundCall
 from triax.plugins.fault_tolerance import sharded_state, state_transfers
 
-from import_reader import library
-from paths import ROOT
-from replica_jobs import coordinator, finish, start
+from support.import_reader import library
+from support.paths import ROOT
+from support.replica_jobs import coordinator, finish, start
 
 BROAD = ("", "Exception", "BaseException")
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import triax
 
-from lora_runs import (
+from support.lora_runs import (
     Sizes,
     batch,
     engine_of,

@@ -28,9 +28,9 @@ from triax.models.layers import NextTokenLoss
 from triax.tensor_parallel import gather_logits
 from triax.tensor_parallel.plans import Column, Row
 
-from exact_norms import exact
-from paths import DOCS
-from toy_families import DENSE, HYBRIDS, MIXTURES, NOT_GENERATED, NOT_LISTED, NOT_SHARDED, VOCABULARY
+from support.exact_norms import exact
+from support.paths import DOCS
+from support.toy_families import DENSE, HYBRIDS, MIXTURES, NOT_GENERATED, NOT_LISTED, NOT_SHARDED, VOCABULARY
 
 CASES = DENSE | HYBRIDS
 Sizes = tuple[int, int, int]  # pipe, data, tensor

@@ -18,7 +18,7 @@ from triax.models.layers import TokenEmbedding
 from triax.pipe.module import PipelineModule
 from triax.pipe.spec import TiedLayerSpec
 
-from toys import error_text, token_batch
+from support.toys import error_text, token_batch
 
 # An uneven vocabulary, and a sequence shorter than the positions.
 CONFIG = GPTConfig(

@@ -31,9 +31,9 @@ from triax.tensor_parallel import gather_logits
 from triax.train.file import read_training_file
 from triax.train.start import make_job
 
-from hub_cache import HubServer, cache_of, fill
-from huggingface_models import assert_bitwise, saved
-from tokenized import texts, write_json_lines
+from support.hub_cache import HubServer, cache_of, fill
+from support.huggingface_models import assert_bitwise, saved
+from support.tokenized import texts, write_json_lines
 
 ID, DATA = "tiny/llama-0.1", "tiny/stories"
 

@@ -27,8 +27,8 @@ from triax.models.huggingface.names import Fused, Names, Transposed, expand
 from triax.models.huggingface.save import save_hf
 from triax.models.llama import llama_layers
 
-from huggingface_models import _GPT2, _LLAMA, CASES, assert_bitwise, ids_of, logits_of, make, saved
-from paths import DOCS
+from support.huggingface_models import _GPT2, _LLAMA, CASES, assert_bitwise, ids_of, logits_of, make, saved
+from support.paths import DOCS
 
 MISTRAL: Names = {
     "layers.0.weight": "model.embed_tokens.weight",

@@ -23,7 +23,7 @@ from triax.models.layers import NextTokenLoss
 from triax.models.llama import llama_layers
 from triax.tensor_parallel import gather_logits
 
-from huggingface_models import _GPT2, _LLAMA, CASES, assert_bitwise, ids_of, logits_of, make, saved
+from support.huggingface_models import _GPT2, _LLAMA, CASES, assert_bitwise, ids_of, logits_of, make, saved
 
 Sizes = tuple[int, int, int]  # pipe, data, tensor
 

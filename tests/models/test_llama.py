@@ -24,9 +24,9 @@ from triax.models.llama import LlamaLoss, llama_layers
 from triax.pipe.module import PipelineModule
 from triax.pipe.spec import TiedLayerSpec
 
-from paths import DOCS
-from reference import llama_logits, rms_norm
-from toys import token_batch
+from support.paths import DOCS
+from support.reference import llama_logits, rms_norm
+from support.toys import token_batch
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-11}  # gradients here reach 15
 

@@ -16,8 +16,8 @@ from triax import Grid, LogProbsLoss
 from triax.engine.monitor.profiler.memory_meter import MemoryMeter
 from triax.pipe.chunked_loss import LastLayer
 
-from toys import same
-from training import tiny_gpt
+from support.toys import same
+from support.training import tiny_gpt
 
 VOCABULARY, PAIRS, LENGTH, CHUNK = 37, 4, 8, 3
 

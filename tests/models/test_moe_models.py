@@ -33,10 +33,10 @@ from triax.models.mixtral import mixtral_layers
 from triax.tensor_parallel import gather_logits
 from triax.testing.pool import RankFailure
 
-from exact_norms import exact
-from paths import DOCS
-from toy_families import COMMON, VOCABULARY
-from toy_families import MIXTURES as CASES
+from support.exact_norms import exact
+from support.paths import DOCS
+from support.toy_families import COMMON, VOCABULARY
+from support.toy_families import MIXTURES as CASES
 
 ROWS, LENGTH = 4, 14
 

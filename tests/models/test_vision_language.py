@@ -17,8 +17,8 @@ from triax.models.huggingface.config import entries
 from triax.models.huggingface.save import save_hf, wrapping
 from triax.models.huggingface.vision_layers import VisionBlock, VisionEmbedding
 
-from exact_norms import exact
-from vision_models import CASES, IMAGE, IMAGES, make, microbatch, on_one_process, sums
+from support.exact_norms import exact
+from support.vision_models import CASES, IMAGE, IMAGES, make, microbatch, on_one_process, sums
 
 Sizes = tuple[int, int, int, int]  # pipe, data, context, tensor
 LR = 0.5

@@ -14,9 +14,9 @@ from triax.grid.randomness.random import seeded
 from triax.moe import MoE, grouped
 from triax.moe.experts import clamped_swiglu
 
-from moe_reference import reference
-from paths import ROOT
-from readme_blocks import programs
+from support.moe_reference import reference
+from support.paths import ROOT
+from support.readme_blocks import programs
 
 B, T, D, E, K, W = 4, 8, 6, 4, 2, 4
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -27,7 +27,7 @@ from triax.moe.grouped import Groups, grouped_linear, grouped_mlp
 from triax.pipe.backward import SplitBackward, deferring
 from triax.pipe.spec import LayerSpec
 
-from moe_reference import reference
+from support.moe_reference import reference
 
 D, E, K, W, ROWS, T = 6, 4, 2, 4, 8, 4
 OPTIONS: dict[str, Any] = {"z_loss": 0.01, "balance_coefficient": 0.1, "bias_rate": 0.05}

@@ -19,7 +19,7 @@ from triax.engine.monitor.profiler.memory_meter import MemoryMeter
 from triax.pipe.chunked_loss import LastLayer, loss_in_chunks
 from triax.testing.pool import RankFailure
 
-from training import microbatches, text_batches, tiny_gpt
+from support.training import microbatches, text_batches, tiny_gpt
 
 VOCABULARY, SAMPLES, LENGTH, CHUNK = 37, 8, 8, 3
 Found = tuple[float, float, dict[str, Tensor]]

@@ -19,10 +19,10 @@ import triax
 from triax import Grid, Loss, NextTokenLoss
 from triax.testing.pool import RankFailure
 
-import five_axes
-from five_axes import Job, Place
-from module_training import net
-from training import microbatches, text_batches, tiny_gpt
+from support import five_axes
+from support.five_axes import Job, Place
+from support.module_training import net
+from support.training import microbatches, text_batches, tiny_gpt
 
 VOCABULARY, SAMPLES, LENGTH, STEPS = 37, 8, 8, 2
 FACTORS = {"even": 0.5, "rare": 2.0}

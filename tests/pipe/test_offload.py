@@ -39,7 +39,7 @@ from triax.pipe.schedules.fitting import find_fitting
 from triax.pipe.schedules.search import find_schedule
 from triax.testing.strategies import schedules
 
-from toys import error_text, random_pair, summed_loss
+from support.toys import error_text, random_pair, summed_loss
 
 NAMES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "v-half")
 VOCABULARY, LENGTH, SAMPLES = 37, 6, 12

@@ -18,7 +18,7 @@ from triax.pipe.recompute.recompute import Recompute
 from triax.pipe.schedules.registry import RECIPES
 from triax.testing.pool import RankFailure
 
-from paper_formulas import gpt_activations, paper_activations
+from support.paper_formulas import gpt_activations, paper_activations
 
 SAMPLES, LENGTH, VOCABULARY = 8, 6, 37
 

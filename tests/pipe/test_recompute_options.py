@@ -18,7 +18,7 @@ from triax.base.errors import ConfigError
 from triax.pipe.recompute.kept_inputs import Inputs
 from triax.pipe.recompute.recompute import shares
 
-from recompute_layers import Counts, counting, runs
+from support.recompute_layers import Counts, counting, runs
 
 
 def test_recomputed_groups_of_layers_follow_the_interval() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import run_triax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -34,8 +33,9 @@ from triax.pipe.program.ops import Op
 from triax.pipe.program.passes import lower
 from triax.pipe.program.slices import equal_cost_slices, slice_bounds, slice_costs
 
-from reference import gpt_logits
-from toys import error_text
+from support.command_line import run_triax
+from support.reference import gpt_logits
+from support.toys import error_text
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 VOCABULARY, LENGTH, ROWS, COUNT = 37, 17, 2, 4

@@ -20,7 +20,7 @@ from triax.plugins.plan.memory import ModelMemory, StateOptions
 from triax.plugins.plan.parallel_layout import ParallelLayout
 from triax.testing.pool import RankFailure
 
-from training import microbatches, text_batches
+from support.training import microbatches, text_batches
 
 VOCABULARY, SAMPLES, LENGTH = 37, 8, 12
 LLAMA = LlamaConfig.preset("llama-tiny", num_hidden_layers=4, vocab_size=VOCABULARY)

@@ -19,7 +19,7 @@ from triax.grid.comm.axis import Axis
 from triax.grid.layout import Layout
 from triax.tensor_parallel import vocab_parallel_cross_entropy
 
-from toys import error_text
+from support.toys import error_text
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12, "equal_nan": True}
 IGNORE = -100

@@ -27,7 +27,7 @@ from triax.tensor_parallel import (
 )
 from triax.tensor_parallel.column import column_linears
 
-from toys import error_text
+from support.toys import error_text
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 DIM, OUT, VOCAB = 12, 24, 37  # 37 over 2 or 4 ranks is uneven

@@ -16,7 +16,7 @@ from triax.models.huggingface.parallelize import parallelize
 from triax.tensor_parallel.plans import Column, KeyValue, Local, Row
 from triax.zero import ShardedOptimizer, gathered
 
-from sharding_plans import PLAN, Model, worst
+from support.sharding_plans import PLAN, Model, worst
 
 # An odd vocabulary, an MLP whose width 2 and 4 do not divide, 6 heads: uneven over 4 ranks.
 SMALL: dict[str, dict[str, Any]] = {

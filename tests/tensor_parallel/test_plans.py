@@ -14,7 +14,7 @@ from triax.grid import Grid
 from triax.grid.layout import layout_of
 from triax.models.huggingface.parallelize import find_plan, parallelize
 
-from sharding_plans import PLAN, Model, worst
+from support.sharding_plans import PLAN, Model, worst
 
 
 def compare_mine(size: int, plan: dict[str, Any]) -> dict[str, float]:

@@ -31,9 +31,9 @@ from triax.train.file import read_training_file
 from triax.train.loop import train
 from triax.train.start import make_job
 
-from paths import DOCS
-from processes import started
-from readme_blocks import blocks, commands, make_text, makes_text, programs
+from support.paths import DOCS
+from support.processes import started
+from support.readme_blocks import blocks, commands, make_text, makes_text, programs
 
 pytest.importorskip("transformers")
 

@@ -22,9 +22,9 @@ from triax.train.file import read_training_file
 from triax.train.methods import Rollouts, grpo_loss
 from triax.train.start import make_job
 
-from method_runs import FILE, RATE, WORDS, numbers_of, run, same_weights, write_samples
-from toy_answers import model_of, tokenizer
-from trl_in_float64 import exact
+from support.method_runs import FILE, RATE, WORDS, numbers_of, run, same_weights, write_samples
+from support.toy_answers import model_of, tokenizer
+from support.trl_in_float64 import exact
 
 STEPS, BATCH, GROUP = 6, 8, 4
 FUNCTIONS = '''\

@@ -15,9 +15,9 @@ from triax.base.errors import ConfigError
 from triax.data.answers import Answers
 from triax.data.dataloader import BatchOrder
 
-from method_runs import BATCH, RATE, STEPS, WORDS, run, same_weights, write_model, write_samples
-from toy_answers import model_of, quiet, steps, tokenizer
-from trl_in_float64 import exact
+from support.method_runs import BATCH, RATE, STEPS, WORDS, run, same_weights, write_model, write_samples
+from support.toy_answers import model_of, quiet, steps, tokenizer
+from support.trl_in_float64 import exact
 
 
 def samples(method: str) -> list[dict[str, Any]]:

@@ -15,9 +15,9 @@ from triax.data.dataloader import BatchOrder
 from triax.train.file import read_training_file
 from triax.train.start import make_job
 
-from method_runs import BATCH, RATE, STEPS, WORDS, numbers_of, run, same_weights, write_model, write_samples
-from toy_answers import SIZES, quiet, steps, tokenizer
-from trl_in_float64 import exact
+from support.method_runs import BATCH, RATE, STEPS, WORDS, numbers_of, run, same_weights, write_model, write_samples
+from support.toy_answers import SIZES, quiet, steps, tokenizer
+from support.trl_in_float64 import exact
 
 CENTER = 0.1
 METHOD = f"method={{name: reward, center: {CENTER}}}"

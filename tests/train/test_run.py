@@ -21,7 +21,7 @@ from triax.train.job import resolve
 from triax.train.sections import TrainingFile
 from triax.train.start import make_job
 
-from processes import TRIAX
+from support.processes import TRIAX
 
 LOSS = "Train/Samples/train_loss"
 SHAPE = {

@@ -17,7 +17,7 @@ from triax import Grid, LayerSpec, Layout, PipelineModule
 from triax.grid.layout import set_layout
 from triax.zero.flat import Item, plan
 
-from toys import random_pair
+from support.toys import random_pair
 
 WIDTH = 6
 

@@ -25,8 +25,8 @@ from triax.options.zero import OffloadOptimizer
 from triax.zero import gathered
 from triax.zero.sub_groups import sub_groups
 
-from resident import Growth, own_pages, rest, status
-from toys import same
+from support.resident import Growth, own_pages, rest, status
+from support.toys import same
 
 WIDTH, SAMPLES, STEPS = 9, 8, 4
 

@@ -23,7 +23,7 @@ from triax.zero.gathered_parameters import gathered
 from triax.zero.modules.units import find_units
 from triax.zero.sharded_init import ShardedInit, sharded_parameter
 
-from paths import DOCS
+from support.paths import DOCS
 
 WIDTH, BLOCKS, WORDS = 24, 4, 11
 

@@ -17,7 +17,7 @@ from triax.grid.layout import layout_of, set_layout
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from triax.zero import ShardedOptimizer, gathered
 
-from sharded_loops import STEPS, WIDTH, Net, backward, loss_of, microbatch, net
+from support.sharded_loops import STEPS, WIDTH, Net, backward, loss_of, microbatch, net
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from triax import Grid, PipelineModule, initialize
 from triax.zero import ShardedOptimizer
 
-from paths import DOCS
-from processes import program
-from sharded_loops import WIDTH, Net, backward, microbatch, net
+from support.paths import DOCS
+from support.processes import program
+from support.sharded_loops import WIDTH, Net, backward, microbatch, net
 
 
 def test_a_modules_zero_grad_counts_too() -> None:

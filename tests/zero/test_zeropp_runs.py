@@ -19,7 +19,7 @@ from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.zero import ShardedOptimizer, gathered
 from triax.zero.zeropp.options import ZeroPlusPlus
 
-from quantized_layers import ALL, HPZ, PLAIN, QGZ, QWZ, WIDTH, Layer, made
+from support.quantized_layers import ALL, HPZ, PLAIN, QGZ, QWZ, WIDTH, Layer, made
 
 
 def overflowing() -> Any:

@@ -19,9 +19,9 @@ from triax.base.formulas import STATES, model_states
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.zero.range_stepper import ELEMENTWISE
 
-from paths import ROOT
-from peak_memory_program import engine, train
-from resident import Growth, own_pages
+from support.paths import ROOT
+from support.peak_memory_program import engine, train
+from support.resident import Growth, own_pages
 
 WIDTH, LAYERS, MICROBATCHES = 64, 4, 3
 WEIGHTS = LAYERS * WIDTH * WIDTH  # no bias: a multiple of every padding

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import run_triax
 from typer.testing import CliRunner
 
 import triax
@@ -36,6 +35,8 @@ from triax.pipe.program.costs import Costs
 from triax.pipe.program.measured_costs import costs_of, simulated
 from triax.pipe.program.simulate import simulate
 from triax.pipe.schedules.choose import make_schedule
+
+from support.command_line import run_triax
 
 
 class Page(HTMLParser):

@@ -23,7 +23,7 @@ from triax.grid.comm.timeline_recorder import TimelineRecorder
 from triax.grid.environment import TIMELINE
 from triax.testing.pool import RankFailure
 
-from horovod_example import EXAMPLE, plain_example
+from support.horovod_example import EXAMPLE, plain_example
 
 DRIVER = """
 import runpy, sys

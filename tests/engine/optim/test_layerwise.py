@@ -22,7 +22,7 @@ from triax.plugins.gradient_compression.onebit.lamb import OneBitLamb
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from triax.zero import ShardedOptimizer
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 EXHAUSTIVE = pytest.mark.exhaustive
 WIDTH, INNER, WORDS, BATCH, STEPS = 6, 8, 11, 8, 4

@@ -21,7 +21,7 @@ from triax.engine.optim.elementwise import Lion, UncorrectedAdam
 from triax.engine.optim.optimizers import names
 from triax.plugins.gradient_compression import OneBitAdam
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 WIDTH, STEPS = 3, 5
 LR = 0.02

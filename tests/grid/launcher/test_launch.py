@@ -19,7 +19,7 @@ from triax.grid.launcher.worker import lost_peer
 from triax.grid.topology import Topology
 from triax.testing.pool import slowdown
 
-from processes import TRIAX, is_alive, last_line, started
+from support.processes import TRIAX, is_alive, last_line, started
 
 GRID = """
 import os, signal, sys, time

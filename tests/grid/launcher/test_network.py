@@ -21,9 +21,9 @@ from triax.base.ports import is_loopback, resolve
 from triax.grid.comm.tcp_store import serve_store
 from triax.grid.launcher.elastic import elastic_rendezvous
 
-from import_reader import library
-from paths import ROOT
-from processes import TRIAX, as_mpirun, free_port, started
+from support.import_reader import library
+from support.paths import ROOT
+from support.processes import TRIAX, as_mpirun, free_port, started
 
 # Each rank says that it is connected, and stays until it may end.
 STAYS = """

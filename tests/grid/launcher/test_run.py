@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import run_triax
 from typer.testing import CliRunner
 
 from triax.base.errors import ConfigError
@@ -25,10 +24,10 @@ from triax.grid.environment import Environment, read_environment
 from triax.grid.launcher.launch import cores, launch
 from triax.grid.launcher.log_tail import LogTail
 
-import processes
-from launched_scripts import ELSEWHERE, SCRIPT, written
-from paths import DOCS
-from processes import TRIAX, as_mpich, as_mpirun, as_srun, free_port, last_line, started
+from support.command_line import run_triax
+from support.launched_scripts import ELSEWHERE, SCRIPT, written
+from support.paths import DOCS
+from support.processes import TRIAX, as_mpich, as_mpirun, as_srun, free_port, last_line, started
 
 # Rank 1 is killed in the middle of work, so many times.
 FALLS = """
@@ -281,6 +280,7 @@ def test_what_other_launchers_say() -> None:
 
 
 LAUNCH_DOCS = DOCS / "launch.md"
+TESTS = str(DOCS.parent / "tests")
 
 
 def as_launchers(folder: Path) -> None:
@@ -288,8 +288,8 @@ def as_launchers(folder: Path) -> None:
     for name, variables in (("mpirun", as_mpirun), ("srun", as_srun)):
         (folder / name).write_text(
             f"#!{sys.executable}\nimport os, subprocess, sys\n"
-            f"sys.path.insert(0, {str(Path(processes.__file__).parent)!r})\n"
-            f"from processes import {variables.__name__} as variables\n"
+            f"sys.path.insert(0, {TESTS!r})\n"
+            f"from support.processes import {variables.__name__} as variables\n"
             "size = int(sys.argv[2])\n"
             "ranks = [subprocess.Popen(sys.argv[3:], env={**os.environ, **variables(r, size)}) for r in range(size)]\n"
             "sys.exit(max(rank.wait() for rank in ranks))\n"

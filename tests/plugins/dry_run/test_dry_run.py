@@ -25,7 +25,7 @@ from triax.plugins.dry_run.values import MetaValues
 from triax.plugins.plan.memory import ModelMemory
 from triax.plugins.plan.parallel_layout import ParallelLayout
 
-from resident import status
+from support.resident import status
 
 CONFIG = GPTConfig(
     vocab_size=256, max_position_embeddings=32, hidden_size=32, num_hidden_layers=4, num_attention_heads=4

@@ -18,7 +18,7 @@ from triax.plugins.gradient_compression import PowerSGD
 from triax.plugins.gradient_compression.compressor import message_bytes, pack_message, unpack_message
 from triax.zero import ShardedOptimizer
 
-from compression_references import (
+from support.compression_references import (
     FULL,
     POWER,
     STEPS,

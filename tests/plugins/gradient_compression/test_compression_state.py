@@ -16,7 +16,7 @@ from triax.compat.deepspeed.from_config import read_config
 from triax.plugins.gradient_compression import PowerSGD, SparseRows, TopK
 from triax.zero import ShardedOptimizer
 
-from compression_references import (
+from support.compression_references import (
     FULL,
     LR,
     POWER,

@@ -15,7 +15,7 @@ import torch
 from triax import Grid
 from triax.plugins.gradient_compression.onebit.allreduce import OneBitMean, pack, unpack
 
-from onebit_references import (
+from support.onebit_references import (
     FREEZE,
     HALF,
     PARAMS,

@@ -20,7 +20,7 @@ from triax.plugins.gradient_compression import OneBitAdam, ZeroOneAdam
 from triax.tensor_parallel import VocabParallelEmbedding
 from triax.zero import ShardedOptimizer
 
-from onebit_references import (
+from support.onebit_references import (
     BATCH,
     HALF,
     PARAMS,
@@ -36,7 +36,7 @@ from onebit_references import (
     share,
     step,
 )
-from toys import mean_loss
+from support.toys import mean_loss
 
 
 def interrupted(

@@ -15,7 +15,7 @@ from triax.base.errors import ConfigError
 from triax.compat.deepspeed.from_config import read_config
 from triax.plugins.gradient_compression import OneBitSGD
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 WIDTH, BATCH, STEPS, FREEZE = 6, 8, 7, 2
 OPTIONS: dict[str, Any] = {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.1, "nesterov": True, "freeze_step": FREEZE}

@@ -17,7 +17,7 @@ from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.plugins.gradient_compression.compressor import message_bytes
 from triax.tensor_parallel import VocabParallelEmbedding
 
-from compression_references import (
+from support.compression_references import (
     LR,
     POWER,
     SAMPLES,

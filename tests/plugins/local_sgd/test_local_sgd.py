@@ -19,7 +19,7 @@ from triax.compat.deepspeed.from_config import read_config
 from triax.data.dataloader import make_loader
 from triax.models.gpt import GPTConfig
 
-from local_training import (
+from support.local_training import (
     ADAMW,
     LENGTH,
     OUTER,
@@ -38,7 +38,7 @@ from local_training import (
     settings,
     weights_of,
 )
-from reference import gpt_logits
+from support.reference import gpt_logits
 
 SIZES = GPTConfig(VOCABULARY, LENGTH, 8, 2, 2)
 

@@ -25,7 +25,7 @@ from triax.pipe.schedules.registry import RECIPES, named_schedule
 from triax.plugins.plan.memory import ModelMemory, StateOptions, in_flight
 from triax.plugins.plan.parallel_layout import ParallelLayout
 
-from paper_formulas import paper_activations
+from support.paper_formulas import paper_activations
 
 _MAKERS: dict[Any, Any] = {
     GPTConfig: gpt_layers,

@@ -18,7 +18,7 @@ import triax
 from triax import Grid
 from triax.train.methods import distill_loss, with_teacher
 
-from trl_in_float64 import exact
+from support.trl_in_float64 import exact
 
 ROWS, PROMPT, LENGTH, WORDS, RATE, K = 4, 4, 12, 29, 0.2, 5
 STEPS = pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.exhaustive)])

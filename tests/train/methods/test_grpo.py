@@ -22,7 +22,7 @@ from triax import Grid
 from triax.context.order import gather, shard
 from triax.train.methods import Rollouts, grpo_loss
 
-from trl_in_float64 import exact
+from support.trl_in_float64 import exact
 
 GENERATIONS, ITERATIONS, GROUP, PROMPTS, NEW = 3, 3, 4, 2, 6
 SEED = 19

@@ -16,8 +16,8 @@ import triax
 from triax import Grid
 from triax.train.methods import kto_loss, with_baseline, with_reference
 
-from toy_answers import model_of, quiet, row_of, steps, tokenizer
-from trl_in_float64 import exact
+from support.toy_answers import model_of, quiet, row_of, steps, tokenizer
+from support.trl_in_float64 import exact
 
 BATCH, BETA, RATE, UNDESIRABLE = 4, 0.2, 0.1, 1.3
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy"]

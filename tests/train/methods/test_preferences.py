@@ -17,8 +17,8 @@ import triax
 from triax import Grid
 from triax.train.methods import preference_loss, with_reference
 
-from toy_answers import model_of, quiet, row_of, steps, tokenizer
-from trl_in_float64 import exact
+from support.toy_answers import model_of, quiet, row_of, steps, tokenizer
+from support.trl_in_float64 import exact
 
 PAIRS, BETA = 4, 0.2
 STEPS = pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.exhaustive)])

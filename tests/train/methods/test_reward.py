@@ -18,8 +18,8 @@ import triax
 from triax import Grid
 from triax.train.methods import reward_layers, reward_loss
 
-from exact_norms import exact as exact_norms
-from trl_in_float64 import exact
+from support.exact_norms import exact as exact_norms
+from support.trl_in_float64 import exact
 
 PAIRS, LENGTH, WORDS, RATE, CENTER = 4, 12, 29, 0.05, 0.1
 SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24}
