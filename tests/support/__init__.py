@@ -15,7 +15,7 @@ Training on ranks
     checkpoint_jobs.py, small_checkpoints.py: training jobs that are saved, loaded and compared
     sharded_loops.py, gradient_loops.py, quantized_layers.py: loops with ShardedOptimizer, engines of ZeRO++
     local_training.py, replica_jobs.py: replicas that step alone, replicas as processes that tests kill
-    five_axes.py: one model and its training on any grid of five axes
+    decoder_runs.py, five_axes.py: decoders on any grid, one model on any grid of five axes, beside one process
     compositions.py: a random composition of layers, grid and options
     generating_models.py: models that generate
     sharding_plans.py, lora_runs.py, method_runs.py, trainer_jobs.py: plans, adapters, methods, the Trainer
