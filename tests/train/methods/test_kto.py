@@ -16,8 +16,8 @@ import triax
 from triax import Grid
 from triax.train.methods import kto_loss, with_baseline, with_reference
 
-from toy_answers import model_of, quiet, row_of, steps, tokenizer
-from trl_in_float64 import exact
+from support.toy_answers import in_order, model_of, quiet, row_of, run_of, steps, tokenizer
+from support.trl_in_float64 import exact
 
 BATCH, BETA, RATE, UNDESIRABLE = 4, 0.2, 0.1, 1.3
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy"]
@@ -30,23 +30,17 @@ def trl_steps(folder: str, count: int) -> list[float]:
     """Train with TRL on one process; return the losses and save the weights before and after."""
     quiet()
     import datasets
-    import transformers
     import trl
-
-    class InOrder(trl.KTOTrainer):
-        def _get_train_sampler(self, dataset: Any = None) -> Any:
-            return torch.utils.data.SequentialSampler(range(len(ROWS)))
 
     args = trl.KTOConfig(beta=BETA, undesirable_weight=UNDESIRABLE, **steps(folder, BATCH, count, RATE))
     with exact():
         model = model_of()
         model.save_pretrained(f"{folder}/first")
         data = datasets.Dataset.from_list([{"prompt": p, "completion": c, "label": good} for p, c, good in ROWS])
-        trainer = InOrder(model, model_of(), args=args, train_dataset=data, processing_class=tokenizer())
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        trainer.save_model(f"{folder}/last")
-        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        trainer = in_order(trl.KTOTrainer, len(ROWS))(
+            model, model_of(), args=args, train_dataset=data, processing_class=tokenizer()
+        )
+        return [row["loss"] for row in run_of(trainer, folder)]
 
 
 def microbatch(rows: list[tuple[str, str, bool]]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -104,7 +98,7 @@ GRIDS: list[tuple[dict[str, int], str, int, str]] = [
 
 
 @pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
-def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, steps: int) -> None:
+def test_kto_has_trls_losses_and_weights(ranks: Any, tmp_path: Path, steps: int) -> None:
     (losses,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300)
     last = load_file(tmp_path / "last" / "model.safetensors")
     kls = []
@@ -122,7 +116,7 @@ def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, steps: 
     assert kls[0] > 0 and kls == pytest.approx(kls[:1] * 3, rel=1e-10)
 
 
-def test_mistakes_are_refused() -> None:
+def test_kto_losses_refuse_mistakes() -> None:
     grid = Grid()
     with pytest.raises(ValueError, match="beta is 0"):
         kto_loss(grid, 8, beta=0)
