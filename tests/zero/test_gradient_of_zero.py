@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from triax import Grid
 from triax.zero import ShardedOptimizer
 
-from toys import same
+from support.toys import same
 
 STEPS = 2
 OPTIONS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
