@@ -30,7 +30,7 @@ BUDGET = {
     "train": 4289,
     "cli": 3441,
     "checkpoint": 2198,
-    "data": 2147,
+    "data": 2140,
     "tensor_parallel": 2017,
     "options": 1536,
     "inference": 1483,
