@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeGuard
 
-from ..base.parts import Parts
+from ..grid.comm.spans import Spans
 from ..options.batch import BatchSizes
 from ..pipe.executor import Executor
 from ..pipe.module import PipelineModule
@@ -17,7 +17,7 @@ class AnyEngine(Checkpointed, Protocol):
     """Protocol: the members of both kinds that instruments and reports read. ``Engine`` documents them."""
 
     batch: BatchSizes
-    parts: Parts
+    spans: Spans
     accounts: MemoryAccounts
     record_memory: bool
 

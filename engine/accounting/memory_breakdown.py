@@ -18,7 +18,8 @@ from torch import nn
 
 from ...base.records import show
 from ...grid import Grid
-from ...pipe.program.ops import COMPUTE, MAKES, Op
+from ...grid.comm.spans import Span
+from ...pipe.program.ops import COMPUTE, MAKES
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.held_bytes import held_bytes
 from ..kinds import AnyEngine, Pipelined, Stepped, is_pipelined
@@ -116,14 +117,14 @@ def _observe_pipeline(engine: Pipelined, breakdown: MemoryBreakdown) -> None:
     """
 
     @contextmanager
-    def noted(op: Op) -> Iterator[None]:
+    def noted(span: Span) -> Iterator[None]:
         yield
         if (meter := engine.accounts.meter) is not None:  # None in an evaluation
-            forward = op.kind in MAKES
+            forward = span.kind in MAKES
             breakdown.note("after forward" if forward else "after backward", meter, most=forward)
 
     @contextmanager
-    def step() -> Iterator[None]:
+    def step(span: Span) -> Iterator[None]:
         breakdown.rows = {}
         breakdown.note("before forward")
         recorded, engine.record_memory = engine.record_memory, True
@@ -133,9 +134,8 @@ def _observe_pipeline(engine: Pipelined, breakdown: MemoryBreakdown) -> None:
             engine.record_memory = recorded
         breakdown.end_step(engine.global_steps, engine.options.monitor.print_every)
 
-    for kind in COMPUTE:
-        engine.executor.wrap(kind, noted)
-    engine.parts.watch("step", step)
+    engine.spans.read(noted, *COMPUTE)
+    engine.spans.read(step, "step")
 
 
 def _observe_module(engine: Stepped, breakdown: MemoryBreakdown) -> None:
@@ -147,7 +147,7 @@ def _observe_module(engine: Stepped, breakdown: MemoryBreakdown) -> None:
     meters: list[MemoryMeter] = []  # the meter of this step, from its first forward pass on
 
     @contextmanager
-    def forward() -> Iterator[None]:
+    def forward(span: Span) -> Iterator[None]:
         if not (torch.is_grad_enabled() and engine.module.training):
             yield
             return
@@ -159,14 +159,14 @@ def _observe_module(engine: Stepped, breakdown: MemoryBreakdown) -> None:
         breakdown.note("after forward", meters[0])
 
     @contextmanager
-    def backward() -> Iterator[None]:
+    def backward(span: Span) -> Iterator[None]:
         with meters[0] if meters else nullcontext():
             yield
         if meters:
             breakdown.note("after backward", meters[0])
 
     @contextmanager
-    def step() -> Iterator[None]:
+    def step(span: Span) -> Iterator[None]:
         last = engine.is_last_microbatch()
         with meters[0] if meters else nullcontext():
             yield
@@ -174,6 +174,6 @@ def _observe_module(engine: Stepped, breakdown: MemoryBreakdown) -> None:
             meters.clear()
             breakdown.end_step(engine.global_steps, engine.options.monitor.print_every)
 
-    engine.parts.watch("forward", forward)
-    engine.parts.watch("backward", backward)
-    engine.parts.watch("step", step)
+    engine.spans.read(forward, "forward")
+    engine.spans.read(backward, "backward")
+    engine.spans.read(step, "step")

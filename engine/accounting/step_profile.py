@@ -17,6 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ...grid.comm.spans import Span
 from ..kinds import AnyEngine, Pipelined, Stepped, is_pipelined
 from ..monitor.profiler.module_counter import ModuleCounter
 from ..monitor.profiler.step_report import RankProfile, head, whole_model
@@ -121,15 +122,15 @@ def _profile_pipeline(engine: Pipelined) -> None:
     profile = StepProfile(engine)
 
     @contextmanager
-    def step() -> Iterator[None]:
+    def step(span: Span) -> Iterator[None]:
         if not profile.due:
             yield
             return
         recorded, engine.record_timeline = engine.record_timeline, True
         interleaves, engine.executor.interleaves = engine.executor.interleaves, False  # each pass is timed by itself
-        removers = [
-            engine.parts.watch("stage", lambda: profile.modules.within("")),
-            engine.parts.watch("optimizer", lambda: profile.timed(profile.update)),
+        stops = [
+            engine.spans.read(lambda span: profile.modules.within(""), "stage"),
+            engine.spans.read(lambda span: profile.timed(profile.update), "optimizer"),
         ]
         profile.start()
         try:
@@ -138,8 +139,8 @@ def _profile_pipeline(engine: Pipelined) -> None:
             profile.stop()
             raise
         finally:
-            for remove in removers:
-                remove()
+            for stop in stops:
+                stop()
             engine.record_timeline = recorded
             engine.executor.interleaves = interleaves
         assert engine.timeline is not None
@@ -148,8 +149,8 @@ def _profile_pipeline(engine: Pipelined) -> None:
                 (profile.forward if op.kind == "F" else profile.backward).append(end - start)
         profile.finish()
 
-    engine.executor.wrap("F", lambda op: profile.microbatch(op.microbatch))
-    engine.parts.watch("step", step)
+    engine.spans.read(lambda span: profile.microbatch(span.about.microbatch), "F")
+    engine.spans.read(step, "step")
 
 
 def _profile_module(engine: Stepped) -> None:
@@ -164,7 +165,7 @@ def _profile_module(engine: Stepped) -> None:
         return profile.timed(into) if wanted else nullcontext()
 
     @contextmanager
-    def forward() -> Iterator[None]:
+    def forward(span: Span) -> Iterator[None]:
         if profile.due and trains():
             profile.start()
         try:
@@ -175,13 +176,13 @@ def _profile_module(engine: Stepped) -> None:
             raise
 
     @contextmanager
-    def step() -> Iterator[None]:
+    def step(span: Span) -> Iterator[None]:
         last = profile.active and engine.is_last_microbatch()
         with profile.timed(profile.update) if last else nullcontext():
             yield
         if last:
             profile.finish()
 
-    engine.parts.watch("forward", forward)
-    engine.parts.watch("backward", lambda: timed(profile.backward))
-    engine.parts.watch("step", step)
+    engine.spans.read(forward, "forward")
+    engine.spans.read(lambda span: timed(profile.backward), "backward")
+    engine.spans.read(step, "step")

@@ -6,13 +6,12 @@ The self time of a slice is the time that no slice within it takes, so the self 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .records import Slice, StepRecord, UnderWay
 
 if TYPE_CHECKING:
     from ...grid.comm.clock import Clock, Mark
-    from ...grid.comm.step_recorder import TimedCollective
     from ...pipe.program.timeline import OpMarks
 
 Parts = dict[str, dict[str, float]]  # axis -> part -> seconds
@@ -51,6 +50,20 @@ _AXES = {"pipe": ("pipe", "tied weights"), "data": ("data", "reduce"), "tensor":
 _AXES |= dict.fromkeys(("data within", "data between"), ("data", "reduce"))  # ZeRO++: within hosts, between hosts
 WORLD = ("world", "agree")  # the world group, and groups over several axes
 _ROUNDING = 1e-9  # seconds: the rounding error of times that were read back from a file in microseconds
+
+
+class TimedCollective(NamedTuple):
+    """A collective and its times, as marks of a clock.
+
+    Between ``start`` and ``waited`` the rank did something else; from there to ``end`` it waited.
+    """
+
+    axis: str
+    collective: str
+    start: Mark
+    waited: Mark
+    end: Mark
+    bytes: float  # that this rank sent in it
 
 
 def step_record(
