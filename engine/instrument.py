@@ -10,7 +10,7 @@ import torch
 from ..base.deferred import Deferred
 from ..base.dtypes import dtype_of
 from ..pipe.backward import SplitBackward
-from .accounting import memory_breakdown, step_profile
+from .accounting import memory_breakdown, step_profile, torch_profile
 from .accounting.dump_state import dump
 from .kinds import AnyEngine, is_pipelined
 from .monitor.trace import comms_logger
@@ -29,6 +29,8 @@ def instrument(engine: AnyEngine) -> None:
         step_profile.install(engine)
     if options.memory:
         memory_breakdown.install(engine)
+    if options.profiler is not None:
+        torch_profile.install(engine)
     if options.state:
         dump(engine)
 
