@@ -20,7 +20,7 @@ from ..base.deferred import Deferred
 from ..base.nest import map_tensors
 from ..base.torch_private import storage_id
 from ..grid.comm.lanes import Lanes
-from ..grid.comm.spans import Span, Spans
+from ..grid.comm.spans import OpenSpan, Spans
 from ..grid.loss_terms import NamedLosses
 from .activation_offload import HostMemory, KeptActivations, OffloadLane
 from .backward import SplitBackward, deferring
@@ -164,7 +164,7 @@ class ProgramRun:
         self.gradient_receives: dict[tuple[int, int], Receive] = {}
         self.outputs: dict[tuple[int, int], Flat] = {}
         self.gradients: dict[tuple[int, int], list[Tensor | None]] = {}
-        self.span: Span | None = None
+        self.span: OpenSpan | None = None
 
     def kind(self, index: int) -> Hashable:
         """Return what two microbatches have in common whose messages have one schema."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from ...base.records import show
 from ...grid import Grid
-from ...grid.comm.spans import Span
+from ...grid.comm.spans import OpenSpan
 from ...pipe.program.ops import COMPUTE, MAKES
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.held_bytes import held_bytes
@@ -117,14 +117,14 @@ def _observe_pipeline(engine: Pipelined, breakdown: MemoryBreakdown) -> None:
     """
 
     @contextmanager
-    def noted(span: Span) -> Iterator[None]:
+    def noted(span: OpenSpan) -> Iterator[None]:
         yield
         if (meter := engine.accounts.meter) is not None:  # None in an evaluation
             forward = span.kind in MAKES
             breakdown.note("after forward" if forward else "after backward", meter, most=forward)
 
     @contextmanager
-    def step(span: Span) -> Iterator[None]:
+    def step(span: OpenSpan) -> Iterator[None]:
         breakdown.rows = {}
         breakdown.note("before forward")
         recorded, engine.record_memory = engine.record_memory, True
@@ -147,7 +147,7 @@ def _observe_module(engine: Stepped, breakdown: MemoryBreakdown) -> None:
     meters: list[MemoryMeter] = []  # the meter of this step, from its first forward pass on
 
     @contextmanager
-    def forward(span: Span) -> Iterator[None]:
+    def forward(span: OpenSpan) -> Iterator[None]:
         if not (torch.is_grad_enabled() and engine.module.training):
             yield
             return
@@ -159,14 +159,14 @@ def _observe_module(engine: Stepped, breakdown: MemoryBreakdown) -> None:
         breakdown.note("after forward", meters[0])
 
     @contextmanager
-    def backward(span: Span) -> Iterator[None]:
+    def backward(span: OpenSpan) -> Iterator[None]:
         with meters[0] if meters else nullcontext():
             yield
         if meters:
             breakdown.note("after backward", meters[0])
 
     @contextmanager
-    def step(span: Span) -> Iterator[None]:
+    def step(span: OpenSpan) -> Iterator[None]:
         last = engine.is_last_microbatch()
         with meters[0] if meters else nullcontext():
             yield

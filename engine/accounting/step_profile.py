@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...grid.comm.spans import Span
+from ...grid.comm.spans import OpenSpan
 from ..kinds import AnyEngine, Pipelined, Stepped, is_pipelined
 from ..monitor.profiler.module_counter import ModuleCounter
 from ..monitor.profiler.step_report import RankProfile, head, whole_model
@@ -122,7 +122,7 @@ def _profile_pipeline(engine: Pipelined) -> None:
     profile = StepProfile(engine)
 
     @contextmanager
-    def step(span: Span) -> Iterator[None]:
+    def step(span: OpenSpan) -> Iterator[None]:
         if not profile.due:
             yield
             return
@@ -165,7 +165,7 @@ def _profile_module(engine: Stepped) -> None:
         return profile.timed(into) if wanted else nullcontext()
 
     @contextmanager
-    def forward(span: Span) -> Iterator[None]:
+    def forward(span: OpenSpan) -> Iterator[None]:
         if profile.due and trains():
             profile.start()
         try:
@@ -176,7 +176,7 @@ def _profile_module(engine: Stepped) -> None:
             raise
 
     @contextmanager
-    def step(span: Span) -> Iterator[None]:
+    def step(span: OpenSpan) -> Iterator[None]:
         last = profile.active and engine.is_last_microbatch()
         with profile.timed(profile.update) if last else nullcontext():
             yield

@@ -13,7 +13,7 @@ from ...base.records import Records
 from ...base.torch_private import profiler_of_all_threads
 from ...grid.agreement.agreement import agreed
 from ...grid.comm.axis import Operation
-from ...grid.comm.spans import Span
+from ...grid.comm.spans import OpenSpan
 from ...options.monitoring import OPERATIONS
 from ..kinds import AnyEngine
 
@@ -50,7 +50,7 @@ def install(engine: AnyEngine) -> None:
     )
 
     @contextmanager
-    def named(span: Span) -> Iterator[None]:
+    def named(span: OpenSpan) -> Iterator[None]:
         steps = engine.global_steps
         with _name(span):
             yield
@@ -62,7 +62,7 @@ def install(engine: AnyEngine) -> None:
 
 
 @contextmanager
-def _name(span: Span) -> Iterator[None]:
+def _name(span: OpenSpan) -> Iterator[None]:
     """Context in which the profiler has a span's name. Of an asynchronous operation it names the wait alone.
 
     The names of one thread must lie within each other.

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...grid import Grid
 from ...grid.agreement.agreement import totals
-from ...grid.comm.spans import Span, Spans
+from ...grid.comm.spans import OpenSpan, Spans
 from .profiler.flop_counter import FlopCounter
 
 # Dense peak in TFLOP/s from NVIDIA's data sheets: in 16 bits, in TF32, in fp32. A longer name precedes its prefix.
@@ -88,7 +88,7 @@ class MfuMeter:
         return self.flops / seconds / (self.peak * 1e12 * self._grid.size) if self.flops else None
 
     @contextmanager
-    def _counting(self, span: Span) -> Iterator[None]:
+    def _counting(self, span: OpenSpan) -> Iterator[None]:
         if not self._module.training:
             yield
             return

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from ...grid import Grid
 from ...grid.comm.clock import Clock, Mark
-from ...grid.comm.spans import Span, Spans
+from ...grid.comm.spans import OpenSpan, Spans
 from ...pipe.program.ops import KINDS
 from ...pipe.program.timeline import OpMarks
 from .records import StepRecord
@@ -80,7 +80,7 @@ class StepTimer:
         return ended
 
     @contextmanager
-    def _phase(self, span: Span) -> Iterator[None]:
+    def _phase(self, span: OpenSpan) -> Iterator[None]:
         phases, begin = self._phases, self._mark()
         if span.kind == "program":
             self.ops = []
@@ -92,7 +92,7 @@ class StepTimer:
             phases.append((span.kind, begin, self._mark()))
 
     @contextmanager
-    def _op(self, span: Span) -> Iterator[None]:
+    def _op(self, span: OpenSpan) -> Iterator[None]:
         marks = [self._mark()]
         span.at_turn(lambda: marks.append(self._mark()))
         yield
@@ -102,11 +102,11 @@ class StepTimer:
             del self.ops[-2:]  # the times of the two are those of the pair
         self.ops += [OpMarks(op, marks[0], marks[-1], end) for op in ops]
 
-    def _collective(self, span: Span) -> AbstractContextManager[None] | None:
+    def _collective(self, span: OpenSpan) -> AbstractContextManager[None] | None:
         return None if self._grid.traffic.suspended else self._timed(span)
 
     @contextmanager
-    def _timed(self, span: Span) -> Iterator[None]:
+    def _timed(self, span: OpenSpan) -> Iterator[None]:
         operation, marks, collectives = span.about, [self._mark()], self.collectives
         span.at_turn(lambda: marks.append(self._mark()))
         yield

@@ -18,7 +18,7 @@ from ...base.json_values import dumps, loads
 from ...base.uncompiled import uncompiled
 from .lanes import Lanes
 from .pending import Done, Pending
-from .spans import Span, Spans
+from .spans import OpenSpan, Spans
 from .traffic import Traffic
 from .transport import Transport, copy
 
@@ -118,7 +118,7 @@ class Axis:
         finally:
             self.label = before
 
-    def _begin(self, name: str, size: int, sent: float | None = None, async_op: bool = False) -> Span | None:
+    def _begin(self, name: str, size: int, sent: float | None = None, async_op: bool = False) -> OpenSpan | None:
         """Count the bytes that this rank sends in an operation, and begin its span. Return None if nothing reads it.
 
         Args:
@@ -131,7 +131,7 @@ class Axis:
             return None
         return self.spans(name, Operation(name, self, size, sent or 0.0, async_op)).__enter__()
 
-    def _started(self, pending: Pending, span: Span | None, async_op: bool) -> Pending:
+    def _started(self, pending: Pending, span: OpenSpan | None, async_op: bool) -> Pending:
         """Return the handle of an operation that has begun; if it is synchronous, at its end."""
         pending = pending if span is None else span.follow(pending)
         return pending if self.lanes is None or not self.lanes.active else self.lanes.ended(pending, async_op)

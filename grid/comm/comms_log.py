@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ...base.uncompiled import uncompiled
 from .axis import Operation
-from .spans import Span
+from .spans import OpenSpan
 
 # Files of the functions between the caller of an axis and the readers of its spans.
 _INSIDE = (f"{Path(__file__).parent}{os.sep}", uncompiled.__code__.co_filename)
@@ -63,7 +63,7 @@ class CommsLog:
         """Delete all recorded durations."""
         self.seconds.clear()
 
-    def __call__(self, span: Span) -> AbstractContextManager[None]:
+    def __call__(self, span: OpenSpan) -> AbstractContextManager[None]:
         """Return the context that times an operation of an axis."""
         operation: Operation = span.about
         axis, caller = operation.axis, _caller() if self._callers else ""

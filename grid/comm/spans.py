@@ -15,7 +15,7 @@ T = TypeVar("T")
 _UNREAD = nullcontext()
 
 
-class Span:
+class OpenSpan:
     """Interval in which a rank does one thing. It runs in the contexts that its readers return.
 
     | kind | about |
@@ -76,7 +76,7 @@ class Span:
             self._pending.wait()
 
 
-Reader = Callable[[Span], AbstractContextManager[Any] | None]  # called when a span begins; its context ends with it
+Reader = Callable[[OpenSpan], AbstractContextManager[Any] | None]  # called when a span begins; its context ends with it
 
 
 class Spans:
@@ -101,12 +101,12 @@ class Spans:
         self.readers: tuple[tuple[frozenset[str], Reader], ...] = ()
         self._outer = outer
 
-    def __call__(self, kind: str, about: Any = None) -> AbstractContextManager[Span | None]:
+    def __call__(self, kind: str, about: Any = None) -> AbstractContextManager[OpenSpan | None]:
         """Return the context in which a span runs. It yields None if nothing reads the kind."""
         if self.readers or (self._outer is not None and self._outer.readers):
             readers = self._readers_of(kind)
             if readers:
-                return Span(kind, kind if about is None else about, readers)
+                return OpenSpan(kind, kind if about is None else about, readers)
         return _UNREAD
 
     def read(self, reader: Reader, *kinds: str) -> Callable[[], None]:

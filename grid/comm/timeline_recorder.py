@@ -19,7 +19,7 @@ from typing import Any
 from ...base.records import Records
 from ..environment import read_environment
 from .axis import Axis, Operation
-from .spans import Span
+from .spans import OpenSpan
 
 # Kind of a span -> category of its slice. Other parts of a step and other ops are not written.
 _CATEGORIES = {"step": "step", "optimizer": "optimizer"}
@@ -77,14 +77,14 @@ class TimelineRecorder:
         if out is not None:
             os.close(out)
 
-    def __call__(self, span: Span) -> AbstractContextManager[None] | None:
+    def __call__(self, span: OpenSpan) -> AbstractContextManager[None] | None:
         """Return the context that writes a span."""
         if isinstance(span.about, Operation):
             return self._operation(span, span.about)
         return self._slice(span) if span.kind in _CATEGORIES else None
 
     @contextmanager
-    def _slice(self, span: Span) -> Iterator[None]:
+    def _slice(self, span: OpenSpan) -> Iterator[None]:
         """Write the time spent in this context as a slice of this rank's row."""
         begin = time.perf_counter()
         try:
@@ -94,7 +94,7 @@ class TimelineRecorder:
             self.write("span", str(span.about), category, begin, end, threading.get_ident())
 
     @contextmanager
-    def _operation(self, span: Span, operation: Operation) -> Iterator[None]:
+    def _operation(self, span: OpenSpan, operation: Operation) -> Iterator[None]:
         """Write an operation's ``begin`` line, and its ``end`` line at the end of this context."""
         waits, number, axis = [time.perf_counter()], next(self._numbers), operation.axis
         span.at_turn(lambda: waits.append(time.perf_counter()))

@@ -12,10 +12,10 @@ import torch
 
 from triax import Grid
 from triax.grid.comm.axis import Operation
-from triax.grid.comm.spans import Span, Spans
+from triax.grid.comm.spans import OpenSpan, Spans
 
 
-def reader(name: str, seen: list[str], span: Span) -> AbstractContextManager[None]:
+def reader(name: str, seen: list[str], span: OpenSpan) -> AbstractContextManager[None]:
     """Return a context that notes its begin, the turn and its end."""
 
     @contextmanager
@@ -63,7 +63,7 @@ def operations() -> list[tuple[str, str, int, float, bool, list[str]]]:
     """Return each operation with what its reader saw."""
     grid, found = Grid(data=2), []
 
-    def read(span: Span) -> AbstractContextManager[None]:
+    def read(span: OpenSpan) -> AbstractContextManager[None]:
         seen: list[str] = []
         found.append((span.about, seen))
         return reader(str(span.about), seen, span)

@@ -16,7 +16,7 @@ import triax
 from triax import Grid, LayerSpec, Loss, NextTokenLoss, PipelineModule
 from triax.engine.monitor.profiler.flop_counter import FlopCounter
 from triax.engine.monitor.profiler.memory_meter import MemoryMeter
-from triax.grid.comm.spans import Span
+from triax.grid.comm.spans import OpenSpan
 from triax.pipe.chunked_loss import LastLayer, loss_in_chunks
 from triax.testing.pool import RankFailure
 
@@ -284,7 +284,7 @@ def test_flops_of_chunks_are_those_of_whole_logits() -> None:
         engine = engine_of(module, 4, 2)
         found: list[FlopCounter] = []
 
-        def counting(span: Span, found: list[FlopCounter] = found) -> FlopCounter:
+        def counting(span: OpenSpan, found: list[FlopCounter] = found) -> FlopCounter:
             found.append(FlopCounter())
             return found[-1]
 

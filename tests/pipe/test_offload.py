@@ -24,7 +24,7 @@ import triax
 from triax import Costs, Grid, LayerSpec, PipelineModule, make_schedule, simulate, verify
 from triax.cli.main import app
 from triax.engine.setup.asked_schedule import schedule_of
-from triax.grid.comm.spans import Span
+from triax.grid.comm.spans import OpenSpan
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.pipe.program.critical import CriticalPath
 from triax.pipe.program.deadlock import ScheduleError
@@ -442,7 +442,7 @@ def test_no_more_bytes_are_held_than_simulated() -> None:
         alive: list[weakref.ref[Tensor]] = []
 
         @contextmanager
-        def counted(span: Span, held: list[int] = held, alive: list[Any] = alive) -> Iterator[None]:
+        def counted(span: OpenSpan, held: list[int] = held, alive: list[Any] = alive) -> Iterator[None]:
             yield
             op: Op = span.about
             kept = engine.executor.last_run.held[op.stage, op.microbatch].kept  # noqa: B023

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import triax
 from triax import Costs, Grid, LayerSpec, PipelineModule, make_schedule, simulate, verify
 from triax.grid.comm.axis import Operation
-from triax.grid.comm.spans import Span
+from triax.grid.comm.spans import OpenSpan
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.options.schedule import ScheduleOptions
 from triax.pipe.program.critical import CriticalPath
@@ -335,7 +335,7 @@ class Overlaps:
         self.open = self.count = self.all = 0
 
     @contextmanager
-    def __call__(self, span: Span) -> Iterator[None]:
+    def __call__(self, span: OpenSpan) -> Iterator[None]:
         counts = isinstance(span.about, Operation) and span.about.axis.name == "tensor"
         self.count += counts and self.open > 0
         self.all += counts
