@@ -122,5 +122,5 @@ lint: $(STAMP) ## ruff (rules and format) and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	@mkdir -p $(AS_TRIAX) && ln -sfn "$(CURDIR)" $(AS_TRIAX)/triax
-	cd $(AS_TRIAX) && MYPYPATH=".:triax/tests/support:triax/tests/laws:triax/tests/device:triax/examples:triax/benchmarks" "$(CURDIR)/$(BIN)/mypy" \
+	cd $(AS_TRIAX) && MYPYPATH=".:triax/tests:triax/examples:triax/benchmarks" "$(CURDIR)/$(BIN)/mypy" \
 		--config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" $(addprefix triax/,$(CHECKED))

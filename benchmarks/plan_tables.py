@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from rounds import print_json
 
@@ -32,7 +32,7 @@ from triax.plugins.plan.fit import MeasuredRun, figures, fit, leave_one_out
 from triax.plugins.plan.machine import Machine, machine
 from triax.plugins.plan.trust import SAME_SIZE, kept, student
 
-from published_runs import LATER_A100, LATER_H100, TABLES, measured_runs
+from support.published_runs import LATER_A100, LATER_H100, TABLES, measured_runs
 
 B200 = Path(__file__).resolve().parent / "published" / "b200.csv"
 

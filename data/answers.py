@@ -23,11 +23,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from ..base.errors import ConfigError, nearest
-from ..base.seeds import derive
 from .chat import ChatTemplate
+from .held_out import NumberedSamples
 from .packing import IGNORED
 from .sources import UNITS, BadDocument, find_sources, records
 from .token_file import Array
@@ -49,7 +48,7 @@ class AnswerRow(NamedTuple):
     counts: Array
 
 
-class Answers(Dataset[int]):
+class Answers(NumberedSamples):
     """Samples of prompts with answers; ``collate`` makes a microbatch of several.
 
     Args:
@@ -114,15 +113,7 @@ class Answers(Dataset[int]):
             raise ConfigError(f"{place}: there is no 'margin', but other pairs have one: give each pair one, or none.")
         longest = max(len(row.ids) for row in self.rows) - (not whole)
         self.length = min(-(-longest // multiple) * multiple, length)
-        self._numbers = range(len(kept))
-
-    def __len__(self) -> int:
-        """Return N, the number of samples."""
-        return len(self._numbers)
-
-    def __getitem__(self, number: int) -> int:
-        """Return the number of a sample's place among ``rows``."""
-        return self._numbers[number]
+        self.numbers = range(len(kept))
 
     @property
     def checksum(self) -> str:
@@ -131,18 +122,6 @@ class Answers(Dataset[int]):
         for row in self.rows:
             digest.update(row.ids.tobytes() + b"|" + row.counts.tobytes())
         return digest.hexdigest()
-
-    def split(self, held_out: float) -> tuple[Answers, Answers]:
-        """Return the samples to train on and those that are held out, a share drawn at random, in their own order.
-
-        Raises:
-            ConfigError: there are less than two samples.
-        """
-        if len(self) < 2:
-            raise ConfigError(f"held_out is {held_out}, but there is {len(self)} sample: give at least 2.")
-        count = min(max(1, round(held_out * len(self))), len(self) - 1)
-        order = np.random.default_rng(derive(0, "held out")).permutation(len(self))
-        return self._part(sorted(order[count:])), self._part(sorted(order[:count]))
 
     def collate(self, numbers: Sequence[int]) -> tuple[Tensor, Any]:
         """Return a microbatch (inputs, labels) of samples.
@@ -172,12 +151,6 @@ class Answers(Dataset[int]):
         """Return a microbatch of ``unpaired`` samples' second rows: the answer of another sample at the prompt."""
         inputs, labels = self._padded([number * self.width + 1 for number in numbers])
         return inputs, {"labels": labels} | self._reference(numbers, range(1, 2))
-
-    def _part(self, places: Sequence[Any]) -> Answers:
-        subset = Answers.__new__(Answers)
-        subset.__dict__.update(self.__dict__)
-        subset._numbers = [self._numbers[int(place)] for place in places]  # type: ignore[assignment]
-        return subset
 
     def _reference(self, numbers: Sequence[int], ranks: range) -> dict[str, Tensor]:
         if self.reference is None:

@@ -9,13 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from torch.utils.data import Dataset
-
 from ..base.errors import ConfigError
-from ..base.seeds import derive
 from .answers import at_place, kind_of
 from .chat import ChatTemplate
+from .held_out import NumberedSamples
 from .sources import UNITS, BadDocument, find_sources, records
 from .tokenizer import open_tokenizer
 
@@ -51,7 +48,7 @@ class PromptTokenizer:
         return self._chat.tokens([dict(message) for message in messages], True)
 
 
-class Prompts(Dataset[int]):
+class Prompts(NumberedSamples):
     """Prompts, and the columns beside them.
 
     Args:
@@ -65,6 +62,8 @@ class Prompts(Dataset[int]):
     Raises:
         ConfigError: a file cannot be read, a sample has no prompt or other columns than the first, or none is left.
     """
+
+    noun = "prompt"
 
     def __init__(
         self, paths: str | Path | Iterable[str | Path], tokenizer: str | Path | PromptTokenizer, length: int
@@ -85,39 +84,13 @@ class Prompts(Dataset[int]):
                     self.left_out += 1
         if not self._prompts:
             raise ConfigError(f"there is no prompt of 1 to {length} tokens in {', '.join(map(str, given))}")
-        self._numbers: Sequence[int] = range(len(self._prompts))
-
-    def __len__(self) -> int:
-        """Return N, the number of prompts."""
-        return len(self._numbers)
-
-    def __getitem__(self, number: int) -> int:
-        """Return the number of a prompt's place in the files."""
-        return self._numbers[number]
+        self.numbers = range(len(self._prompts))
 
     def take(self, places: Iterable[int]) -> tuple[list[Any], dict[str, list[Any]]]:
         """Return the prompts at some places from 0 to N - 1, and the other columns: name -> a value for each prompt."""
-        numbers = [self._numbers[place] for place in places]
+        numbers = [self.numbers[place] for place in places]
         columns = {name: [self._rows[number][name] for number in numbers] for name in self._rows[0]}
         return [self._prompts[number] for number in numbers], columns
-
-    def split(self, held_out: float) -> tuple[Prompts, Prompts]:
-        """Return the prompts to train on and those that are held out, a share drawn at random, in their own order.
-
-        Raises:
-            ConfigError: there are less than two prompts.
-        """
-        if len(self) < 2:
-            raise ConfigError(f"held_out is {held_out}, but there is {len(self)} prompt: give at least 2.")
-        count = min(max(1, round(held_out * len(self))), len(self) - 1)
-        order = np.random.default_rng(derive(0, "held out")).permutation(len(self))
-        return self._part(sorted(order[count:])), self._part(sorted(order[:count]))
-
-    def _part(self, places: Sequence[Any]) -> Prompts:
-        subset = Prompts.__new__(Prompts)
-        subset.__dict__.update(self.__dict__)
-        subset._numbers = [self._numbers[int(place)] for place in places]
-        return subset
 
     def _parse(self, value: Any) -> tuple[Any, dict[str, Any]]:
         """Return the prompt of a sample, and its other columns.

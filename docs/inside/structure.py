@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1] / "tests" / "support"))
+sys.path.insert(0, str(HERE.parents[1] / "tests"))
 
-from import_reader import LEVELS  # noqa: E402  # found by the line above
+from support.import_reader import LEVELS  # noqa: E402  # found by the line above
 
 SUBJECTS = {
     "base": "errors, names, values, files",

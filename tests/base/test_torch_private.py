@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from triax import Grid
 from triax.base import torch_private as private
 
-from import_reader import library
-from paths import ROOT
+from support.import_reader import library
+from support.paths import ROOT
 
 ROOTS = {"torch", "nn", "F", "dist", "Tensor"}  # as the library's files call torch and its modules
 ATTRIBUTES = {"_backward_hooks", "_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks", "_cdata", "_base"}

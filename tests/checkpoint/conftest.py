@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint_jobs import Cell, Job, begin
+from support.checkpoint_jobs import Cell, Job, begin
 
 
 @pytest.fixture(scope="module")

@@ -27,10 +27,10 @@ from triax.checkpoint.format.folder import tags
 from triax.compat.deepspeed.from_config import read_config
 from triax.testing.pool import RankFailure
 
-from checkpoint_jobs import Cell, Job, losses, make, tensors
-from module_training import MICRO, microbatch, net
-from module_training import config as module_config
-from module_training import groups as module_groups
+from support.checkpoint_jobs import Cell, Job, losses, make, tensors
+from support.module_training import MICRO, microbatch, net
+from support.module_training import config as module_config
+from support.module_training import groups as module_groups
 
 STEPS = 6  # under fp16 the first five overflow
 
@@ -227,7 +227,7 @@ def test_what_is_damaged_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptur
         ({"tag_validation": "maybe"}, "checkpoint.tag_validation"),
     ],
 )
-def test_sections_refused(section: dict[str, Any], words: str) -> None:
+def test_mistakes_in_the_checkpoint_section_are_refused(section: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_config({"train_batch_size": 2, "checkpoint": section})
     assert words in str(error.value)
@@ -282,7 +282,9 @@ def module_run(stage: int, kind: str, source: str, target: str, first: int, last
         ("SGD", (2, 2), (4, 1), {"zero": {"sub_group_size": 100}}),
     ],
 )
-def test_any_module_moves(ranks: Any, tmp_path: Path, kind: str, a: Any, b: Any, more: Any) -> None:
+def test_a_plain_module_resumes_on_other_replicas_and_stages(
+    ranks: Any, tmp_path: Path, kind: str, a: Any, b: Any, more: Any
+) -> None:
     """Frozen parameters, parameter groups, buffers, tied uses: on another number of replicas, in another stage."""
     saved = str(tmp_path)
     ranks(a[0], module_run, a[1], kind, "", saved, 0, STEPS, more, timeout=60)

@@ -26,10 +26,10 @@ from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
 from triax.models.recurrent.sizes import DeltaNetSizes
 
-from checkpoint_jobs import command
-from paths import DOCS
-from readme_blocks import blocks, commands, programs
-from toys import error_text
+from support.checkpoint_jobs import command
+from support.paths import DOCS
+from support.readme_blocks import blocks, commands, programs
+from support.toys import error_text
 
 STEPS, AFTER, RATE = 3, 3, 0.01
 
@@ -377,7 +377,7 @@ def test_a_model_of_transformers_own(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in again.state_dict().items())
 
 
-def test_exports_refused(tmp_path: Path) -> None:
+def test_export_says_which_format_a_checkpoint_needs(tmp_path: Path) -> None:
     config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": RATE}}}
     engine = triax.initialize(model=nn.Linear(4, 4), config=config)[0]
     assert engine.save_checkpoint(tmp_path / "runs")

@@ -14,7 +14,7 @@ from triax.base.safetensors import ByteRange
 from triax.checkpoint.format.index import read_index
 from triax.checkpoint.format.mapped_files import MappedFiles
 
-from resident import own_pages, status
+from support.resident import own_pages, status
 
 KINDS = ("weights/", "optimizer/")
 

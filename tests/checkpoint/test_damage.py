@@ -21,8 +21,8 @@ from triax.checkpoint.format import folder as folders
 from triax.checkpoint.format.index import Index, read_index
 from triax.cli.main import app
 
-from checkpoint_jobs import Cell, Job, make
-from small_checkpoints import linear
+from support.checkpoint_jobs import Cell, Job, make
+from support.small_checkpoints import linear
 
 
 def test_every_flipped_byte_is_named(saved: Path, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_what_is_damaged_is_not_loaded(saved: Path, tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path, "there")
 
 
-def test_nothing_is_unpickled(saved: Path, tmp_path: Path) -> None:
+def test_no_file_of_a_checkpoint_is_unpickled(saved: Path, tmp_path: Path) -> None:
     """Each file in turn is one that runs code where it is unpickled."""
     mark = tmp_path / "ran"
     evil = b"cos\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."

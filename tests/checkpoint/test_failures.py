@@ -20,7 +20,7 @@ import triax
 from triax.checkpoint.format.folder import tags, verify
 from triax.checkpoint.format.index import read_index
 
-from failing_disk import disturbed
+from support.failing_disk import disturbed
 
 
 def engine(**section: Any) -> Any:

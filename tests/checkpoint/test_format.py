@@ -40,10 +40,10 @@ from triax.grid.ranges import boxes_of_range, everything, overlap
 from triax.models.gpt import gpt_layers
 from triax.zero.state_shards import state_number as number_of
 
-from checkpoint_jobs import SIZES, Cell, Job, command, make
-from paths import DOCS
-from readme_blocks import blocks
-from small_checkpoints import linear
+from support.checkpoint_jobs import SIZES, Cell, Job, command, make
+from support.paths import DOCS
+from support.readme_blocks import blocks
+from support.small_checkpoints import linear
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
@@ -140,7 +140,7 @@ def test_bytes_written_are_the_models_own(saved: Path) -> None:
     assert max(loads) < 1.35 * sum(loads) / 8  # the first stage has the embedding, which the last one has too
 
 
-def test_tags_and_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_takes_the_tag_or_the_latest_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = make(Cell(), Job(optimizer="SGD"))
     assert engine.load_checkpoint(tmp_path) == (None, None) and "has no file 'latest'" in caplog.text
     engine.train_batch()
@@ -302,7 +302,7 @@ def test_whole_weights_in_one_file(ranks: Any, tmp_path: Path, cell: Cell) -> No
     assert any((masters[name] != weight.float()).any() for name, weight in weights.items())
 
 
-def test_the_command(saved: Path, tmp_path: Path) -> None:
+def test_checkpoint_commands_show_and_compare_checkpoints(saved: Path, tmp_path: Path) -> None:
     engine = make(Cell(), Job(optimizer="SGD"))
     for _ in range(3):
         engine.train_batch()

@@ -14,7 +14,7 @@ import triax
 from triax import Grid, PipelineModule
 from triax.zero import ShardedOptimizer
 
-from toys import mean_loss, same
+from support.toys import mean_loss, same
 
 WIDTH, MICRO = 6, 4
 OPTIMIZERS: list[dict[str, Any]] = [

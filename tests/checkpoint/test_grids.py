@@ -15,7 +15,7 @@ import torch
 from triax.checkpoint.format.index import read_index
 from triax.pipe.schedules.registry import RECIPES
 
-from checkpoint_jobs import (
+from support.checkpoint_jobs import (
     BATCH,
     Cell,
     Job,
@@ -123,7 +123,7 @@ def pairs(count: int) -> list[tuple[Cell, Cell, Job]]:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("part", range(20))
-def test_two_hundred_pairs(ranks: Any, tmp_path: Path, part: int) -> None:
+def test_200_random_pairs_of_grids_resume_with_equal_numbers(ranks: Any, tmp_path: Path, part: int) -> None:
     for number, (a, b, job) in list(enumerate(pairs(200)))[part::20]:
         (tmp_path / str(number)).mkdir()
         check(ranks, tmp_path / str(number), a, b, job, before=10, after=10)

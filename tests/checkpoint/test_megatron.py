@@ -312,7 +312,7 @@ def check_import(source: Path, case: str, tmp_path: Path) -> None:
         pytest.param("gpt", "core", 2, marks=pytest.mark.exhaustive),
     ],
 )
-def test_legacy(tmp_path: Path, case: str, names: str, virtual: int) -> None:
+def test_legacy_megatron_checkpoints_give_equal_logits(tmp_path: Path, case: str, names: str, virtual: int) -> None:
     check_import(write_legacy(tmp_path / "theirs", case, names, virtual), case, tmp_path)
 
 
@@ -325,7 +325,7 @@ def test_legacy(tmp_path: Path, case: str, names: str, virtual: int) -> None:
         for case, stacked in [("gpt", True), ("gpt", False), ("llama", False), ("qwen", True), ("qwen", False)]
     ],
 )
-def test_torch_dist(tmp_path: Path, case: str, stacked: bool) -> None:
+def test_torch_dist_megatron_checkpoints_give_equal_logits(tmp_path: Path, case: str, stacked: bool) -> None:
     check_import(write_distributed(tmp_path / "theirs", case, stacked), case, tmp_path)
 
 

@@ -14,7 +14,7 @@ import triax
 import triax.compat.deepspeed as deepspeed
 from triax.base.errors import ConfigError
 
-from toys import error_text
+from support.toys import error_text
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 CONFIG |= {"checkpoint": {"patience": 60.0}}

@@ -27,7 +27,7 @@ from triax.checkpoint.reader import Reader
 from triax.checkpoint.writer import rank_name
 from triax.engine.snapshot.checkpointer import Checkpointer
 
-from checkpoint_jobs import Cell, Job, command, make
+from support.checkpoint_jobs import Cell, Job, command, make
 
 
 class Store(MemoryFileSystem):

@@ -14,9 +14,9 @@ import pytest
 
 from triax.checkpoint.format.folder import tags
 
-from checkpoint_jobs import losses
-from paths import ROOT
-from processes import TRIAX, free_port, last_line, started
+from support.checkpoint_jobs import losses
+from support.paths import ROOT
+from support.processes import TRIAX, free_port, last_line, started
 
 # A step a tenth of a second long, on every rank a replica. Near its end it waits for what the test does.
 SCRIPT = """
@@ -24,7 +24,7 @@ import json, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch.distributed as dist
-from checkpoint_jobs import Cell, Job, make
+from support.checkpoint_jobs import Cell, Job, make
 from triax.grid.environment import read_environment
 
 steps, folder, pause = int(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
@@ -81,7 +81,7 @@ def check(folder: Path, steps: int, left: int) -> None:
 def test_sigterm_to_the_launcher_saves_and_the_next_start_goes_on(tmp_path: Path) -> None:
     """A preempted host: no step is computed twice."""
     command = [*TRIAX, "run", "--nproc", 2, "--log-dir", tmp_path / "logs", "--threads", 1, "--tee", "none"]
-    command += [script(tmp_path), ROOT / "tests" / "support", 12, tmp_path]
+    command += [script(tmp_path), ROOT / "tests", 12, tmp_path]
     with started(*command, 0.05, cwd=tmp_path) as process:
         wait_until(tmp_path, process, 2, 3)
         process.send_signal(signal.SIGTERM)
@@ -105,7 +105,7 @@ def test_hosts_come_and_go_and_the_run_goes_on(tmp_path: Path) -> None:
     command = [*TRIAX, "run", "--nnodes", "1:2", "--nproc", 1, "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "j"]
     command += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8"]
     command += ["--max-restarts", 9, "--threads", 1, "--tee", "none", "--log-dir"]
-    end = [script(tmp_path), ROOT / "tests" / "support", steps, tmp_path, 0.1]
+    end = [script(tmp_path), ROOT / "tests", steps, tmp_path, 0.1]
     with started(*command, tmp_path / "one", *end, cwd=tmp_path) as one:
         wait_until(tmp_path, one, 1, 1)
         with started(*command, tmp_path / "two", *end, cwd=tmp_path) as two:

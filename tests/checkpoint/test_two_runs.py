@@ -250,7 +250,7 @@ def test_a_clock_that_steps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     }
 
 
-def test_latest_is_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_latest_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Two of 96 flipped bits silently loaded another checkpoint; ../x and absolute paths were followed."""
     trained = engine()
     for _ in range(3):

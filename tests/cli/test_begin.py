@@ -17,7 +17,7 @@ from triax.cli.main import app
 from triax.engine.monitor.report.run_folder import read_run
 from triax.train.file import read_training_file
 
-from readme_blocks import commands
+from support.readme_blocks import commands
 
 
 def typed(*words: str) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import run_triax
 
 from triax.options.schedule import ScheduleOptions
 from triax.pipe.cuts import compare_cuts
@@ -17,8 +16,9 @@ from triax.pipe.program.layer_costs import LayerCost, LayerCosts
 from triax.plugins.plan.cost import CostModel
 from triax.train.engine_sections import RunSchedule
 
-from paths import DOCS
-from readme_blocks import commands
+from support.command_line import run_triax
+from support.paths import DOCS
+from support.readme_blocks import commands
 
 HEADED = LayerCosts([LayerCost(1e-3, 1e-3, 1e-3, 1e9, 1e8)] * 7 + [LayerCost(4e-3, 4e-3, 4e-3, 2e9, 5e8)])
 
@@ -72,7 +72,7 @@ def test_a_limit_is_kept_or_refused(file: str) -> None:
         (["cuts", "FILE", "--schedule", "zb-v", "--pipe", "5"], "8 layers cannot fill 10 stages"),
     ],
 )
-def test_refusals(file: str, words: list[str], expected: str) -> None:
+def test_the_cuts_command_refuses_mistakes(file: str, words: list[str], expected: str) -> None:
     text = run("schedule", *(file if word == "FILE" else word for word in words), code=2)
     assert expected in " ".join(text.split())
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import run_triax
 
 import triax
 from triax import Grid, PipelineModule
@@ -22,7 +21,8 @@ from triax.train.file import read_training_file
 from triax.train.job import Job, resolve
 from triax.train.sections import TrainingFile
 
-from paths import ROOT
+from support.command_line import run_triax
+from support.paths import ROOT
 
 RECIPES = ROOT / "examples" / "recipes"
 LARGE = RECIPES / "llama3-70b-64gpus.yaml"

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import run_triax
+
+from support.command_line import run_triax
 
 PLAN = ("--model", "bytes-tiny", "--gpus", "4", "--batch", "8", "--top", "1", "--json")
 
@@ -67,7 +68,7 @@ def test_a_mistake_is_one_line(words: str, said: str) -> None:
         ("triax run --np", {"--nproc"}),
     ],
 )
-def test_a_shell_completes(line: str, wanted: set[str], tmp_path: Path) -> None:
+def test_bash_completes_commands_and_options(line: str, wanted: set[str], tmp_path: Path) -> None:
     variables = {"_TRIAX_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
     program = tmp_path / "triax"
     program.write_text("from triax.cli.main import main\nmain()\n")

@@ -23,9 +23,9 @@ from triax.compat.deepspeed.config.to_options import batch_sizes, notes_of, opti
 from triax.compat.deepspeed.from_config import read_config, resolve_config
 from triax.engine.setup.precision import make_loss_scaler
 
-from configuration_files import TUTORIAL, WIDTH, data, engine
-from paths import ROOT
-from toys import mean_loss
+from support.configuration_files import TUTORIAL, WIDTH, data, engine
+from support.paths import ROOT
+from support.toys import mean_loss
 
 
 def test_the_tutorials_file_with_its_comments(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_every_key_acts_or_says_why_not() -> None:
     assert statuses["acts"] > 60 and statuses["idle"] > 25 and statuses["refused"] >= 40
 
 
-def test_older_names() -> None:
+def test_older_names_of_keys_are_read() -> None:
     assert read_config({"bfloat16": {"enabled": True}}).bf16.enabled
     assert read_config({"zero_optimization": True}).zero_optimization.stage == 1
     assert read_config({"steps_per_print": float("inf")}).steps_per_print is None

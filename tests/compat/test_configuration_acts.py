@@ -17,8 +17,8 @@ from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
 from triax.compat.deepspeed.from_config import resolve_config
 
-from configuration_files import WIDTH, data, engine
-from toys import mean_loss
+from support.configuration_files import WIDTH, data, engine
+from support.toys import mean_loss
 
 
 def scaled(replicas: int, config: dict[str, Any]) -> tuple[Any, float | None, float, list[float]]:

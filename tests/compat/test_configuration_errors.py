@@ -20,7 +20,7 @@ from triax.compat.deepspeed.config.table import keys, table
 from triax.compat.deepspeed.config.to_options import batch_sizes
 from triax.compat.deepspeed.from_config import read_config, resolve_config
 
-from configuration_files import TUTORIAL, engine
+from support.configuration_files import TUTORIAL, engine
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ from configuration_files import TUTORIAL, engine
         (b"\xff\xfe", "is not text in UTF-8: byte 0"),
     ],
 )
-def test_texts_refused(text: str | bytes, words: str, tmp_path: Path) -> None:
+def test_texts_that_are_no_json_object_are_refused(text: str | bytes, words: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as error:
@@ -88,7 +88,7 @@ def test_values_that_cannot_be_right_are_refused(given: dict[str, Any], message:
         ({"optimizer": {"params": {}}}, "optimizer.type is missing: write it"),
     ],
 )
-def test_refused(config: Any, words: str) -> None:
+def test_configurations_with_mistakes_are_refused(config: Any, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         engine(**config)
     assert words in str(error.value)

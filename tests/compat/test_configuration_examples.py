@@ -107,13 +107,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("config", "idle"), ACCEPTED)
-def test_accepted(config: dict[str, Any], idle: set[str]) -> None:
+def test_published_configurations_are_accepted_with_notes(config: dict[str, Any], idle: set[str]) -> None:
     notes = notes_of(read_config({**SIZE, **config}))
     assert {note.partition(" ")[0].partition(".")[0] for note in notes} == idle, notes
 
 
 @pytest.mark.parametrize(("config", "line"), REFUSED)
-def test_refused(config: dict[str, Any], line: str) -> None:
+def test_published_configurations_are_refused_by_name(config: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_config({**SIZE, **config})
     assert line in str(error.value)

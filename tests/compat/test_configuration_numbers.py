@@ -22,7 +22,7 @@ from triax.engine.optim.nonfinite import MOST_IN_A_ROW
 from triax.options.base import hints_of, walk
 from triax.train.sections import TrainingFile
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 
 def test_numbers_of_a_training_file_are_finite_in_float32() -> None:
@@ -100,7 +100,7 @@ def test_what_acted_otherwise_is_refused(config: dict[str, Any], expected: str) 
     assert expected in str(caught.value)
 
 
-def test_what_stays() -> None:
+def test_allowed_extreme_values_are_kept() -> None:
     assert folder(section("json_monitor", job_name="a/b.c")).as_posix() == "a/b.c"
     assert section("gradient_compression", type="topk", start_step=3).start_step == 3
     config = parse_config({"train_batch_size": 2, "gradient_compression": {"type": "topk"}, "seed": 2**63 - 1})
@@ -109,7 +109,7 @@ def test_what_stays() -> None:
     assert parse_config(written).gradient_compression == config.gradient_compression
 
 
-def test_arguments_of_functions() -> None:
+def test_functions_refuse_impossible_seeds_and_numbers() -> None:
     with pytest.raises(ValueError, match=r"seed is 1000.*: give a whole number from 0 to 2\*\*63 - 1"):
         triax.PipelineModule([torch.nn.Linear(2, 2)], seed=10**30)
     with pytest.raises(ValueError, match="seed is -1"):

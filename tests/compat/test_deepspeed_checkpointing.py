@@ -67,7 +67,7 @@ def compare(**options: Any) -> None:
     CONTEXT.recompute = CONTEXT.recompute_options = None
 
 
-def test_dropout_is_exact() -> None:
+def test_recomputed_dropout_has_the_masks_of_the_forward_pass() -> None:
     compare(checkpoint_in_cpu=True, profile=True)
     compare(deepspeed_config={"activation_checkpointing": {"synchronize_checkpoint_boundary": True}})
 
@@ -76,7 +76,7 @@ def test_a_pool_of_ranks_may_configure(ranks: Any) -> None:
     ranks(2, compare, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=3)
 
 
-def test_wrong_calls() -> None:
+def test_checkpointing_refuses_wrong_calls() -> None:
     for options, said in (({}, "partition_activations=True"), ({"partition_activations": True}, "num_checkpoints")):
         with pytest.raises(AssertionError, match=said):
             deepspeed.checkpointing.configure(None, contiguous_checkpointing=True, **options)

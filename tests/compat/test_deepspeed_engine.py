@@ -15,7 +15,7 @@ import triax
 import triax.compat.deepspeed as deepspeed
 from triax.base.errors import ConfigError
 
-from module_training import CLIP, MICRO, config, groups, microbatch, net
+from support.module_training import CLIP, MICRO, config, groups, microbatch, net
 
 
 def passes(stage: int, accumulation: int, way: str, folder: str = "") -> None:

@@ -22,7 +22,7 @@ import triax.compat.deepspeed as deepspeed
 from triax.compat.deepspeed.accelerator import get_accelerator
 from triax.compat.deepspeed.utils import log_dist
 
-from deepspeed_arguments import arguments
+from support.deepspeed_arguments import arguments
 
 
 def images(samples: int, width: int = 12) -> TensorDataset:
@@ -138,7 +138,7 @@ CIFAR = [("fp16", 0), ("bf16", 3)]
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("dtype", "stage"), [*CIFAR, ("fp16", 3), ("bf16", 1), ("fp32", 2)])
-def test_cifar10(ranks: Any, tmp_path: Path, dtype: str, stage: int) -> None:
+def test_deepspeeds_cifar10_example_trains_as_plain_pytorch(ranks: Any, tmp_path: Path, dtype: str, stage: int) -> None:
     ranks(2, cifar, dtype, stage, str(tmp_path))
 
 
@@ -190,7 +190,7 @@ def alexnet(stages: int, folder: str) -> list[float]:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stages", [1, 2])
-def test_the_alexnet_pipeline(ranks: Any, tmp_path: Path, stages: int) -> None:
+def test_deepspeeds_alexnet_pipeline_trains_as_plain_pytorch(ranks: Any, tmp_path: Path, stages: int) -> None:
     ranks(2, alexnet, stages, str(tmp_path))
 
 
@@ -273,7 +273,7 @@ def hello_twice(dtype: str, folder: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_hello_deepspeed(ranks: Any, tmp_path: Path, dtype: str) -> None:
+def test_hello_deepspeed_trains_and_resumes(ranks: Any, tmp_path: Path, dtype: str) -> None:
     ranks(2, hello_twice, dtype, str(tmp_path))
 
 
@@ -386,5 +386,5 @@ def sft(stage: int, folder: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_sft_step(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_deepspeed_chats_sft_step_trains_as_plain_pytorch(ranks: Any, tmp_path: Path, stage: int) -> None:
     ranks(2, sft, stage, str(tmp_path))

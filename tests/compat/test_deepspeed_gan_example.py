@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import triax.compat.deepspeed as deepspeed
 
-from deepspeed_arguments import arguments
+from support.deepspeed_arguments import arguments
 
 
 class Generator(nn.Module):
@@ -138,10 +138,10 @@ def reference_gan(losses: list[tuple[float, float]], replicas: int) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_the_gan(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_deepspeeds_gan_example_trains_as_plain_pytorch(ranks: Any, tmp_path: Path, stage: int) -> None:
     ranks(2, gan, str(tmp_path), stage)
 
 
-def test_one_example(ranks: Any, tmp_path: Path) -> None:
+def test_the_gan_trains_in_stage_2(ranks: Any, tmp_path: Path) -> None:
     """The others run in the exhaustive sweep."""
     ranks(2, gan, str(tmp_path), 2)

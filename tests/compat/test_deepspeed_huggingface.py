@@ -167,7 +167,7 @@ def test_transformers_trainer_with_a_file_for_zero(tmp_path: Path, stage: int, o
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stage", OF_STAGE)
-def test_accelerates_deepspeed_plugin(tmp_path: Path, stage: int) -> None:
+def test_accelerates_deepspeed_plugin_trains_as_accelerate(tmp_path: Path, stage: int) -> None:
     wanted = run(1, "accelerated", False, str(tmp_path / "plain"), "0")
     found = run(2, "accelerated", True, str(tmp_path / "out"), str(stage))
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)

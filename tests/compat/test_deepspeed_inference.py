@@ -23,7 +23,7 @@ from triax.compat.deepspeed.section_classes import (
 from triax.inference.int8 import weight_bytes
 from triax.models.gpt import GPTConfig, gpt_layers
 
-from varied_llama import varied_llama
+from support.varied_llama import varied_llama
 
 GPT = GPTConfig(vocab_size=53, max_position_embeddings=32, hidden_size=24, num_hidden_layers=2, num_attention_heads=4)
 IDS = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
@@ -101,7 +101,7 @@ def test_a_pipeline_module_generates() -> None:
     assert weight_bytes(module) < before and any(name.endswith("weight_zero") for name, _ in module.named_buffers())
 
 
-def test_dtype_and_attributes() -> None:
+def test_the_inference_engine_has_deepspeeds_attributes() -> None:
     engine = deepspeed.init_inference(blocks(), dtype=torch.half, replace_with_kernel_inject=True)
     assert {p.dtype for p in engine.module.parameters()} == {torch.float16} and not engine.module.training
     assert isinstance(engine, deepspeed.InferenceEngine)
@@ -117,7 +117,7 @@ def test_dtype_and_attributes() -> None:
         engine.generate(IDS)
 
 
-def test_checkpoints(tmp_path: Path) -> None:
+def test_the_inference_engine_loads_checkpoints(tmp_path: Path) -> None:
     wanted = blocks()
     with torch.no_grad():
         for parameter in wanted.parameters():
@@ -167,7 +167,7 @@ def test_checkpoints(tmp_path: Path) -> None:
         ({"max_out_tokens": 0}, "max_out_tokens = 0: give a number above 0"),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+def test_init_inference_refuses_options_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         deepspeed.init_inference(blocks(), **options)
     assert message in str(caught.value)

@@ -12,7 +12,7 @@ from triax.compat.deepspeed.config.table import keys, table
 from triax.compat.deepspeed.config.to_options import options_of, parse_config
 from triax.options.engine import EngineOptions
 
-from paths import ROOT
+from support.paths import ROOT
 
 # A configuration, and the options that it sets; None: it is refused.
 ANSWERS = [json.loads(line) for line in (ROOT / "tests/compat/deepspeed_keys.jsonl").read_text().splitlines()]

@@ -24,7 +24,7 @@ from triax.compat.deepspeed.grids import ParallelGrid
 from triax.compat.deepspeed.offload_states import OffloadStateTypeEnum, get_state_devices
 from triax.pipe.spec import LayerSpec
 
-from module_training import MICRO, WIDTH, config, microbatch, net
+from support.module_training import MICRO, WIDTH, config, microbatch, net
 
 
 def members() -> list[Any]:
@@ -394,7 +394,7 @@ def test_the_local_rank_reaches_the_script(first: bool, monkeypatch: pytest.Monk
     assert not hasattr(deepspeed.add_config_arguments(argparse.ArgumentParser()).parse_args([]), "local_rank")
 
 
-def test_a_dropped_engine_is_freed_at_once() -> None:
+def test_a_dropped_deepspeed_engine_is_freed_at_once() -> None:
     """Without a garbage collection, also while the module lives on."""
     model = net()
     engine, *_ = deepspeed.initialize(model=model, config=config())

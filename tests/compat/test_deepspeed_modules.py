@@ -153,7 +153,8 @@ def test_accelerator_of_a_cpu() -> None:
     device = get_accelerator()
     assert device is get_accelerator() and accelerator.is_current_accelerator_supported()
     assert (device.device_name(), device.device_name(1), device.current_device_name()) == ("cpu", "cpu", "cpu")
-    assert device.communication_backend_name() == "gloo" and device.is_available() and device.device_count() >= 1
+    assert device.communication_backend_name() == "gloo" and device.is_available()
+    assert device.device_count() == 1
     device.set_device(0)
     device.synchronize()
     device.empty_cache()
@@ -162,7 +163,8 @@ def test_accelerator_of_a_cpu() -> None:
     device.set_rng_state(state)
     assert torch.equal(torch.rand(3), first)
     assert 0 < device.memory_allocated() <= device.max_memory_allocated() < device.total_memory()
-    assert device.memory_stats()["allocated_bytes.all.peak"] >= device.available_memory() * 0
+    assert device.memory_stats()["allocated_bytes.all.peak"] == device.max_memory_allocated()
+    assert 0 < device.available_memory() < device.total_memory()
     assert device.on_accelerator(torch.zeros(1)) and torch.bfloat16 in device.supported_dtypes()
     assert device.FloatTensor([1.0]).dtype == torch.float32 and device.Event is None
     with device.stream(device.current_stream()):
@@ -171,7 +173,7 @@ def test_accelerator_of_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("adam_w", [True, False])
-def test_adam_is_torchs(adam_w: bool) -> None:
+def test_fused_and_cpu_adam_step_as_torchs_adam(adam_w: bool) -> None:
     plain, fused, host = model(), model(), model()
     like = torch.optim.AdamW if adam_w else torch.optim.Adam
     pairs = [
@@ -223,7 +225,7 @@ def test_the_state_of_bf16_parameters_is_fp32() -> None:
     assert rounded.state[own]["exp_avg"].dtype == torch.bfloat16 == own.dtype
 
 
-def test_topology_is_triaxs() -> None:
+def test_deepspeeds_topology_numbers_ranks_as_triaxs() -> None:
     ours = topology.PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3)
     plain = Topology(pipe=2, data=3, tensor=2)
     assert ours.world_size() == 12 and ours.get_axis_names() == ["pipe", "data", "model"]
@@ -294,7 +296,7 @@ def test_the_optimizer_has_deepspeeds_members() -> None:
     assert "optimizer" not in optimizer.state_dict()
 
 
-def test_utilities(caplog: pytest.LogCaptureFixture) -> None:
+def test_deepspeeds_utilities_log_and_measure(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="triax"):
         utils.log_dist("told", ranks=[0])
         utils.log_dist("not told", ranks=[1])

@@ -17,8 +17,8 @@ import triax.compat.horovod as hvd
 from triax.testing.pool import RankFailure
 from triax.zero import ShardedOptimizer
 
-from horovod_models import MAKERS, Halves, groups, hvd_grid, loss_of, net, started
-from paths import DOCS
+from support.horovod_models import MAKERS, Halves, groups, hvd_grid, loss_of, net, started
+from support.paths import DOCS
 
 
 def clips_too_early() -> None:
@@ -169,7 +169,7 @@ def test_buffers_and_other_things_of_a_state_dict() -> None:
         ),
     ],
 )
-def test_arguments_refused(options: dict[str, Any], words: str) -> None:
+def test_distributed_optimizer_refuses_wrong_arguments(options: dict[str, Any], words: str) -> None:
     with started():
         model = net()
         optimizer = options.pop("optimizer", lambda m: torch.optim.SGD(m.parameters()))(model)
@@ -224,7 +224,7 @@ def orders() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_orders_of_calls_refused(ranks: Any, count: int) -> None:
+def test_horovod_calls_in_a_wrong_order_are_refused(ranks: Any, count: int) -> None:
     ranks(count, orders)
 
 
@@ -236,7 +236,7 @@ def unlike() -> str:
         return str(error.value)
 
 
-def test_models_that_differ_are_refused_on_every_rank(ranks: Any) -> None:
+def test_horovod_models_that_differ_are_refused_on_every_rank(ranks: Any) -> None:
     first, second = ranks(2, unlike)
     assert first == second and "('weight', (3, 2)" in first and "('weight', (4, 2)" in first
 
@@ -254,7 +254,7 @@ def documented() -> list[float]:
     return [float(line.split()[2]) for line in said.getvalue().splitlines()]
 
 
-def test_the_documented_loop(ranks: Any) -> None:
+def test_the_horovod_loop_of_the_docs_lowers_its_loss(ranks: Any) -> None:
     for count in (1, 2):
         losses, *others = ranks(count, documented)
         assert len(losses) == 20 and losses[-1] < losses[0] and others == [[]] * (count - 1)
@@ -295,5 +295,5 @@ def by_mpirun(variables: dict[str, str]) -> tuple[int, ...]:
     ],
     ids=["Open MPI", "MPICH"],
 )
-def test_mpirun(ranks: Any, variables: dict[str, str]) -> None:
+def test_hvd_init_reads_the_ranks_of_mpirun(ranks: Any, variables: dict[str, str]) -> None:
     assert ranks(2, by_mpirun, variables, init_group=False) == [(0, 2, 0, 2, 3), (1, 2, 1, 2, 3)]

@@ -323,7 +323,7 @@ def test_a_rank_that_is_gone_is_not_waited_for(ranks: Any, monkeypatch: pytest.M
         (lambda: hvd.stop_timeline(), "call start_timeline(file) before"),
     ],
 )
-def test_refusals(call: Any, words: str) -> None:
+def test_horovod_operations_refuse_wrong_arguments(call: Any, words: str) -> None:
     with started():
         with pytest.raises((ValueError, TypeError), match=re.escape(words)):
             call()
@@ -354,7 +354,7 @@ def again() -> float:
     return total
 
 
-def test_init_after_shutdown(ranks: Any) -> None:
+def test_init_works_again_after_shutdown(ranks: Any) -> None:
     assert ranks(2, again, init_group=False) == [4.0, 4.0]
 
 
@@ -362,7 +362,7 @@ def test_what_is_refused_on_several_ranks(ranks: Any) -> None:
     ranks(2, refused_on_several)
 
 
-def test_before_init() -> None:
+def test_calls_before_init_say_that_init_is_missing() -> None:
     assert not hvd.is_initialized()
     for call in (hvd.rank, hvd.size, hvd.local_rank, lambda: hvd.allreduce(torch.ones(1)), hvd.barrier):
         with pytest.raises(ValueError, match=r"hvd\.init\(\) was not called"):
@@ -391,6 +391,6 @@ def places(sizes: list[int]) -> tuple[int, ...]:
     return found
 
 
-def test_hosts(ranks: Any) -> None:
+def test_local_and_cross_ranks_follow_the_hosts(ranks: Any) -> None:
     assert ranks(4, places, [2, 2]) == [(0, 2, 0, 2, 1), (1, 2, 0, 2, 1), (0, 2, 1, 2, 1), (1, 2, 1, 2, 1)]
     assert ranks(4, places, [3, 1]) == [(0, 3, 0, 2, 0), (1, 3, 0, 1, 0), (2, 3, 0, 1, 0), (0, 1, 1, 2, 0)]

@@ -19,8 +19,8 @@ import triax.compat.horovod as hvd
 from triax.compat.horovod import optimizer as horovod_optimizer
 from triax.testing.pool import RankFailure
 
-from horovod_example import EXAMPLE, plain_example
-from horovod_models import MAKERS, WIDTH, Halves, groups, held, hvd_grid, loss_of, net, plain, started
+from support.horovod_example import EXAMPLE, plain_example
+from support.horovod_models import MAKERS, WIDTH, Halves, groups, held, hvd_grid, loss_of, net, plain, started
 
 
 def example(*options: str) -> tuple[dict[str, Tensor], Any]:
@@ -34,7 +34,7 @@ def example(*options: str) -> tuple[dict[str, Tensor], Any]:
 
 
 @pytest.mark.parametrize(("count", "clip", "factor"), [(1, 0.0, 1.0), (2, 0.3, 2.0), (4, 0.0, 1.0)])
-def test_horovods_own_example(ranks: Any, count: int, clip: float, factor: float) -> None:
+def test_horovods_own_example_trains_as_plain_pytorch(ranks: Any, count: int, clip: float, factor: float) -> None:
     options = f"--samples 128 --batch-size {32 // count} --epochs 2 --lr 0.1 --clip {clip}"
     found = ranks(count, example, *options.split(), "--gradient-predivide-factor", str(factor))
     weights, results = plain_example(count, 128, 32 // count, 2, 0.1, clip)
@@ -209,7 +209,7 @@ def compressed(compression: Any) -> tuple[list[Tensor], list[Tensor], float]:
         return had, [p.grad for p in own.parameters() if p.grad is not None], sent
 
 
-def test_compression(ranks: Any) -> None:
+def test_compression_sends_narrow_gradients_within_rounding(ranks: Any) -> None:
     sent = {}
     for name, compression, narrow in (
         ("none", hvd.Compression.none, torch.float32),
@@ -324,7 +324,7 @@ def scaled(fused: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_torchs_grad_scaler(ranks: Any, fused: bool) -> None:
+def test_torchs_grad_scaler_waits_for_the_averages(ranks: Any, fused: bool) -> None:
     """The scaler unscaled gradients while they were being sent: weights were wrong, and unlike on every rank."""
 
     def plain(optimizer: Any, model: nn.Module) -> Any:

@@ -16,7 +16,7 @@ from triax.base.errors import ConfigError
 from triax.cli.main import app
 from triax.compat.huggingface.auto_values import AutoValues, hidden_size
 
-from trainer_jobs import (
+from support.trainer_jobs import (
     model_of,
     replicas_here,
     told,
@@ -283,7 +283,7 @@ def test_what_is_absent_comes_from_the_arguments() -> None:
     assert found["train_micro_batch_size_per_gpu"] == 3 and found["gradient_accumulation_steps"] == 5
 
 
-def test_widths() -> None:
+def test_the_hidden_size_is_read_from_any_configuration() -> None:
     from types import SimpleNamespace as Of
 
     assert hidden_size(Of(hidden_size=8)) == 8 and hidden_size(Of(hidden_sizes=[4, 16])) == 16
@@ -295,7 +295,7 @@ def test_widths() -> None:
         values.from_run(Arguments(), None, 1)
 
 
-def test_errors(tmp_path: Path) -> None:
+def test_contradicting_training_arguments_are_refused(tmp_path: Path) -> None:
     import transformers
 
     out = str(tmp_path)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import triax
 from triax.base.errors import ConfigError
 
-from trainer_in_float64 import SECTION, STEPS, TARGETS, exact, exported, model_of, near, run
+from support.trainer_in_float64 import SECTION, STEPS, TARGETS, exact, exported, model_of, near, run
 
 FEW = 8  # steps of the quick tests: the last two are of a second epoch
 
@@ -66,7 +66,7 @@ CASES = [("llama", GRIDS[1], FEW)] + [
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("case", "options", "steps"), CASES, ids=str)
-def test_all_axes_together(
+def test_all_axes_together_train_as_transformers(
     ranks: Any, plain: Any, tmp_path: Path, case: str, options: dict[str, Any], steps: int
 ) -> None:
     """All steps equal transformers', and the second half on another grid; the folder has the weights, bit for bit."""

@@ -12,7 +12,7 @@ import transformers
 
 import triax
 
-from trainer_in_float64 import Text, exact, trainer_of
+from support.trainer_in_float64 import Text, exact, trainer_of
 
 ROWS = (19, 7)  # 4 full batches of 4 rows and 3 more rows; 1 full batch of evaluation and 3 more rows
 

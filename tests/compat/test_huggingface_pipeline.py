@@ -17,7 +17,7 @@ import triax
 from triax.base.errors import ConfigError
 from triax.cli.main import app
 
-from trainer_in_float64 import (
+from support.trainer_in_float64 import (
     ACCUMULATION,
     BATCH,
     GPT2,
@@ -274,7 +274,7 @@ def fine_tuned(
 
 
 @pytest.mark.exhaustive
-def test_trls_sft_trainer(ranks: Any, tmp_path: Path) -> None:
+def test_trls_sft_trainer_trains_the_same_on_a_pipe_axis(ranks: Any, tmp_path: Path) -> None:
     (wanted,) = ranks(1, fine_tuned, str(tmp_path / "plain"), 1, None, timeout=240)
     out = str(tmp_path / "out")
     for count, replicas, options, resume in (

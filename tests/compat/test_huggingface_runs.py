@@ -19,8 +19,8 @@ from torch import Tensor
 
 from triax.base.errors import ConfigError
 
-from paths import ROOT
-from trainer_jobs import (
+from support.paths import ROOT
+from support.trainer_jobs import (
     Text,
     model_of,
     replicas_here,
@@ -74,7 +74,7 @@ def twice(out: str, replicas: int, config: Any) -> Any:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [0, 3])
-def test_training_twice(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_a_trainer_that_trains_twice_goes_on(ranks: Any, tmp_path: Path, stage: int) -> None:
     (wanted,) = ranks(1, twice, str(tmp_path), 1, None)
     for found in ranks(2, twice, str(tmp_path), 2, zero(stage)):
         assert found[0] == pytest.approx(wanted[0], abs=1e-4) and found[1] == pytest.approx(wanted[1], abs=1e-4)
@@ -126,7 +126,7 @@ def streamed(out: str, replicas: int, config: Any, **options: Any) -> Any:
 
 
 @pytest.mark.exhaustive
-def test_a_stream(ranks: Any, tmp_path: Path) -> None:
+def test_an_iterable_data_set_trains_as_on_one_process(ranks: Any, tmp_path: Path) -> None:
     (wanted,) = ranks(1, streamed, str(tmp_path), 1, None)
     assert ranks(2, streamed, str(tmp_path), 1, zero(1, 2)) == [None, None]
     shared = {"dispatch_batches": False}
@@ -242,7 +242,7 @@ def test_steps_per_second_of_an_evaluation_count_once(ranks: Any, tmp_path: Path
 
 
 @pytest.mark.exhaustive
-def test_evaluation_without_training(ranks: Any, tmp_path: Path) -> None:
+def test_evaluation_before_training_gives_transformers_loss(ranks: Any, tmp_path: Path) -> None:
     ((loss, logits),) = ranks(1, evaluated, str(tmp_path), None)
     for stage in (0, 3):
         for mine, theirs in ranks(2, evaluated, str(tmp_path), zero(stage)):
@@ -415,7 +415,7 @@ def run_example(out: str) -> str:
     return said.getvalue()
 
 
-def test_the_example_runs(ranks: Any, tmp_path: Path) -> None:
+def test_the_trainer_example_runs_and_resumes(ranks: Any, tmp_path: Path) -> None:
     """The example runs on one process and on two, and each run continues from its last checkpoint."""
     for count in (1, 2):
         out = str(tmp_path / str(count))

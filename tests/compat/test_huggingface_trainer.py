@@ -13,7 +13,7 @@ from torch import Tensor
 
 import triax
 
-from trainer_jobs import (
+from support.trainer_jobs import (
     ACCUMULATION,
     BATCH,
     CASES,
@@ -190,7 +190,9 @@ def narrow(out: str, key: str, stage: int) -> Any:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(("key", "stage"), [("bf16", 0), ("bf16", 3), ("fp16", 1), ("fp16", 2)])
-def test_precision(ranks: Any, plain: Any, tmp_path: Path, key: str, stage: int, count: int) -> None:
+def test_bf16_and_fp16_train_with_narrow_weights(
+    ranks: Any, plain: Any, tmp_path: Path, key: str, stage: int, count: int
+) -> None:
     out = str(tmp_path / "out")
     for found, kinds, skipped in ranks(count, narrow, out, key, stage, timeout=120):
         assert kinds == {f"torch.{'bfloat16' if key == 'bf16' else 'float16'}"}

@@ -22,8 +22,8 @@ from triax.train.file import read_training_file
 from triax.train.job import resolve
 from triax.train.loop import train
 
-from toy_answers import LETTERS, model_of, quiet, tokenizer
-from trl_in_float64 import exact
+from support.toy_answers import LETTERS, model_of, quiet, tokenizer
+from support.trl_in_float64 import exact
 
 ROWS = 7
 GRIDS: list[dict[str, int]] = [{}, {"pipe": 2, "tensor": 2}, {"data": 2}, {"context": 2}]

@@ -239,7 +239,7 @@ def make_late(name: str, params: dict[str, Any]) -> list[float]:
         ({"type": "SequentialLR", "params": {"schedulers": [{"type": "No"}], "milestones": []}}, "schedulers.0.type"),
     ],
 )
-def test_schedules_refused(scheduler: Any, words: str) -> None:
+def test_learning_rate_schedules_with_mistakes_are_refused(scheduler: Any, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_config({"train_batch_size": 1, "scheduler": scheduler})
     assert words in str(error.value)

@@ -21,7 +21,7 @@ from triax.compat.megatron import checkpoint as from_megatron
 from triax.options.foreign_names import counterpart
 from triax.train.older_keys import MOVED
 
-from paths import ROOT
+from support.paths import ROOT
 
 # A door, a name, and the answer.
 RECORDED = [json.loads(line) for line in (ROOT / "tests/compat/foreign_names.jsonl").read_text().splitlines()]

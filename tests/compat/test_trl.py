@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import triax
 from triax.testing.pool import RankFailure
 
-from trl_in_float64 import exact
+from support.trl_in_float64 import exact
 
 STEPS, BATCH, ACCUMULATION = 4, 4, 2  # the batch of all replicas
 LETTERS = {letter: number for number, letter in enumerate("._abcdefghijklmnopqrstuvwxyz ")}  # 29 tokens

@@ -290,7 +290,7 @@ def test_heads_sharded_over_tensor(ranks: Any) -> None:
         ({"sparsity": make_sparsity({"different_layout_per_head": True, "num_heads": 6})}, "Set num_heads"),
     ],
 )
-def test_errors_say_what_to_change(change: dict[str, Any], words: str) -> None:
+def test_attention_errors_say_what_to_change(change: dict[str, Any], words: str) -> None:
     arguments: dict[str, Any] = {name: torch.ones(2, 4, 8, 4) for name in "qkv"}
     with pytest.raises(ValueError, match=words):
         attention(**arguments | change, grid=Grid())

@@ -13,9 +13,9 @@ from triax.context.block_sparse import BlockSparse
 from triax.context.mask import Mask
 from triax.context.order import runs
 
-from paths import ROOT
-from processes import program
-from readme_blocks import blocks, commands, programs
+from support.paths import ROOT
+from support.processes import program
+from support.readme_blocks import blocks, commands, programs
 
 TEXT = (ROOT / "docs" / "context.md").read_text()
 
@@ -37,7 +37,7 @@ def run_program(source: str, arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), [("long.py", 1), ("long.py", 2), ("sparse.py", 1)])
-def test_the_programs_run(ranks: Any, name: str, size: int) -> None:
+def test_the_programs_of_the_context_page_run(ranks: Any, name: str, size: int) -> None:
     ranks(size, run_program, programs(TEXT)[name], [str(size)] if size > 1 else [])
 
 

@@ -105,7 +105,7 @@ def fetched_all(cases: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor, dict
 
 
 @pytest.mark.parametrize(("size", "cases"), [(2, [(16, 3), (8, 3)]), (4, [(32, 3), (8, 3)])])
-def test_previous_tokens(ranks: Any, size: int, cases: list[tuple[int, int]]) -> None:
+def test_pieces_fetch_the_tokens_before_them(ranks: Any, size: int, cases: list[tuple[int, int]]) -> None:
     """Also of pieces that are shorter than what is fetched."""
     every = ranks(size, fetched_all, cases)
     for number, (length, count) in enumerate(cases):

@@ -23,7 +23,7 @@ def drawn(sparsity: Sparsity, blocks: int, head: int = 0) -> list[str]:
     return ["".join("X" if kept else "." for kept in row) for row in layout.tolist()]
 
 
-def test_fixed() -> None:
+def test_fixed_sparsity_draws_deepspeeds_pattern() -> None:
     local = FixedSparsity(num_local_blocks=3, attention="unidirectional")
     assert drawn(local, 7) == ["X......", "XX.....", "XXX....", "..XX...", "..XXX..", "..XXXX.", "..X..XX"]
     both = FixedSparsity(num_local_blocks=2, horizontal_global_attention=True)
@@ -37,7 +37,7 @@ def test_fixed_patterns_of_heads() -> None:
     assert sparsity.layout(64, range(1, 3)).shape == (2, 4, 4)
 
 
-def test_variable() -> None:
+def test_variable_sparsity_draws_deepspeeds_pattern() -> None:
     sparsity = VariableSparsity(local_window_blocks=[1, 2], global_block_indices=[0, 9])
     assert drawn(sparsity, 5) == ["X....", "XXX..", "XXX..", "X..XX", "X..XX"]
     ranges = VariableSparsity(
@@ -49,7 +49,7 @@ def test_variable() -> None:
     assert drawn(ranges, 4) == ["XXX.", "XXXX", "XXXX", ".XXX"]
 
 
-def test_bslongformer() -> None:
+def test_bslongformer_sparsity_draws_deepspeeds_pattern() -> None:
     assert drawn(BSLongformerSparsity(), 5) == ["XXXXX", "XXX..", "XXXX.", "X.XXX", "X..XX"]
     one_way = BSLongformerSparsity(attention="unidirectional", global_block_indices=[1])
     assert drawn(one_way, 5) == ["X....", "XX...", ".XX..", ".XXX.", ".X.XX"]
@@ -101,6 +101,6 @@ def test_the_section_of_a_configuration_file() -> None:
         ),
     ],
 )
-def test_errors_say_what_to_change(section: dict[str, Any], words: str) -> None:
+def test_sparsity_errors_say_what_to_change(section: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make_sparsity(section)

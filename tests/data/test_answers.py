@@ -13,8 +13,8 @@ from triax.base.errors import ConfigError
 from triax.data import Answers, train_tokenizer
 from triax.data.sources import Reading, find_sources
 
-from tokenized import write_json_lines
-from toy_answers import quiet
+from support.tokenized import write_json_lines
+from support.toy_answers import quiet
 
 TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"

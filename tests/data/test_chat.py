@@ -21,7 +21,7 @@ from triax.data.sources import BadDocument, Reading, find_sources
 from triax.data.tokenization import tokenize
 from triax.train.methods import Rollouts, grpo_loss
 
-from tokenized import write_json_lines
+from support.tokenized import write_json_lines
 
 pytest.importorskip("transformers")
 

@@ -21,7 +21,7 @@ from triax.data import TokenData, TokenFolder
 from triax.data.token_folder import NAME, _checksum
 from triax.data.tokenization import tokenize
 
-from tokenized import folder, texts, write_json_lines
+from support.tokenized import folder, texts, write_json_lines
 
 # Values that JSON can hold, of which a damaged or hostile file may have any.
 STRANGE: list[Any] = [None, True, -1, 0, 2**31, 2**63, 2**70, 1.5, 1e308, float("nan"), "", "a", "U64", "../x", [], {}]

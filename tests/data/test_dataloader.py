@@ -19,7 +19,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule, RepeatingLoader
 from triax.data.dataloader import BatchOrder, Loader, make_loader
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 WIDTH, SAMPLES, TRAIN, MICRO = 3, 43, 8, 2  # 5 whole batches an epoch
 

@@ -22,7 +22,7 @@ from triax.data.packing import best_fit, hashes, permute
 from triax.data.tokenization import tokenize
 from triax.models.packed import pack
 
-from tokenized import as_filled, documents_in, folder, rows_of, texts, write_json_lines
+from support.tokenized import as_filled, documents_in, folder, rows_of, texts, write_json_lines
 
 COUNT = 120
 

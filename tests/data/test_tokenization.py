@@ -19,7 +19,7 @@ from triax.data import TokenFolder, open_tokenizer
 from triax.data.sources import Part, Reading, cut, documents, find_sources, lines_before
 from triax.data.tokenization import tokenize
 
-from tokenized import texts, write_json_lines
+from support.tokenized import texts, write_json_lines
 
 TEXTS = texts(60, longest=30)
 
@@ -58,7 +58,7 @@ def write(path: Path, format: str, values: list[Any], key: str = "text") -> Path
     return path
 
 
-def test_text_files(tmp_path: Path) -> None:
+def test_a_folder_of_text_files_is_read_file_by_file(tmp_path: Path) -> None:
     (tmp_path / "in" / "deep").mkdir(parents=True)
     (tmp_path / "in" / ".hidden").mkdir()
     (tmp_path / "in" / ".hidden" / "a.txt").write_text("hidden")

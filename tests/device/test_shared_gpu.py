@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import furthest, train_gpt
 
 import triax
+
+from device.jobs import furthest, train_gpt
 
 pytestmark = pytest.mark.device
 

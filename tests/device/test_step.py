@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import furthest, gpt_engine, microbatches, train_gpt
 from torch import nn
 
 import triax
+
+from device.jobs import furthest, gpt_engine, microbatches, train_gpt
 
 pytestmark = pytest.mark.device
 

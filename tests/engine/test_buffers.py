@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
 
-from toys import mean_loss, same
+from support.toys import mean_loss, same
 
 WIDTH, STEPS, MICRO = 6, 4, 4
 State = dict[str, Tensor]

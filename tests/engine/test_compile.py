@@ -24,8 +24,8 @@ from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
 from triax.models.mixtral import MixtralConfig, mixtral_layers
 
-from module_training import CLIP, net
-from module_training import microbatch as module_microbatch
+from support.module_training import CLIP, net
+from support.module_training import microbatch as module_microbatch
 
 ON = {"enabled": True, "backend": "aot_eager"}
 VOCABULARY, LENGTH, SAMPLES, STEPS = 24, 8, 8, 2
@@ -251,7 +251,7 @@ def test_the_blocks_of_a_plain_module_are_compiled(ranks: Any, config: dict[str,
         ("inductor", "compile"),
     ],
 )
-def test_wrong_keys(compiled: Any, complaint: str) -> None:
+def test_mistakes_in_the_compile_section_are_refused(compiled: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         parse_config({"compile": compiled})
 
@@ -312,7 +312,7 @@ def calls() -> dict[str, Any]:
 
 
 @pytest.mark.exhaustive
-def test_calls(ranks: Any) -> None:
+def test_a_model_compiled_late_computes_the_same(ranks: Any) -> None:
     (found,) = ranks(1, calls, timeout=180)
     assert found["late"][0] == pytest.approx(found["late"][1], abs=1e-12)
     assert found["runs"] > 0
@@ -371,7 +371,7 @@ def with_inductor(folder: str) -> tuple[Any, Any, Any]:
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
-def test_kernels_of_inductor(ranks: Any, tmp_path: Path) -> None:
+def test_inductors_kernels_compute_the_same_gradients(ranks: Any, tmp_path: Path) -> None:
     ((wanted, found, runs),) = ranks(1, with_inductor, str(tmp_path), timeout=300)
     assert found[0] == pytest.approx(wanted[0], abs=1e-10)
     assert alike(found[1], wanted[1]) < 1e-10

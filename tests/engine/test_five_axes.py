@@ -153,7 +153,7 @@ def run(cells: list[tuple[tuple[int, ...], int]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks_wanted", [2, pytest.param(4, marks=pytest.mark.exhaustive), 8])
-def test_every_grid_gives_the_numbers_of_one_process(ranks: Any, alone: dict[str, Any], ranks_wanted: int) -> None:
+def test_every_grid_of_five_axes_trains_as_one_process(ranks: Any, alone: dict[str, Any], ranks_wanted: int) -> None:
     cells = [
         (g, (i + k) % 4) for i, g in enumerate(GRIDS) if _ranks(g) == ranks_wanted for k in ((0, 2) if i else range(4))
     ]

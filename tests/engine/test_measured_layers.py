@@ -17,9 +17,9 @@ from triax import Grid, LayerCost, LayerCosts, LayerSpec, PipelineModule
 from triax.base.option_error import OptionError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 
-from paths import DOCS
-from readme_blocks import programs
-from toys import error_text, mean_loss, random_pair, same
+from support.paths import DOCS
+from support.readme_blocks import programs
+from support.toys import error_text, mean_loss, random_pair, same
 
 GPT = GPTConfig(vocab_size=64, max_position_embeddings=8, hidden_size=16, num_hidden_layers=3, num_attention_heads=2)
 BATCH = triax.Batch(size=8, microbatch=2)
@@ -194,7 +194,7 @@ def test_the_engine_cuts_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
         ),
     ],
 )
-def test_refusals(make: Any, words: str) -> None:
+def test_measuring_layers_refuses_what_it_cannot_measure(make: Any, words: str) -> None:
     assert words in error_text(make, (ValueError, OptionError))
 
 
@@ -214,7 +214,7 @@ def test_options_that_layers_alone_cannot_have() -> None:
         assert words in error_text(partial(triax.measure_layers, layers, pair, options=options))
 
 
-def test_the_program_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_of_the_cuts_page_prints_every_partition(capsys: pytest.CaptureFixture[str]) -> None:
     found: dict[str, Any] = {"__name__": "cut"}
     exec(programs((DOCS / "cuts.md").read_text())["cut.py"], found)
     rows = capsys.readouterr().out.splitlines()

@@ -13,8 +13,8 @@ import triax
 from triax import Grid, initialize
 from triax.base.errors import ConfigError
 
-from module_jobs import Trace, plain
-from module_training import CLIP, MICRO, OPTIMIZERS, STEPS, WIDTH, config, groups, microbatch, net
+from support.module_jobs import Trace, plain
+from support.module_training import CLIP, MICRO, OPTIMIZERS, STEPS, WIDTH, config, groups, microbatch, net
 
 
 def engined(settings: dict[str, Any], grid: Grid) -> Trace:
@@ -99,7 +99,7 @@ def without_sync(stage: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_no_sync(ranks: Any, stage: int) -> None:
+def test_no_sync_accumulates_without_a_reduction(ranks: Any, stage: int) -> None:
     model = net()
     for replica in range(2):
         for index in range(2):
@@ -282,7 +282,7 @@ def sharded(stage: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_tensor_ranks(ranks: Any, stage: int) -> None:
+def test_replicas_on_a_tensor_axis_train_as_one_process(ranks: Any, stage: int) -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(STEPS):

@@ -22,9 +22,9 @@ from triax import Grid, initialize
 from triax.base.errors import ConfigError
 from triax.grid.randomness.random import Dropout
 
-from module_jobs import loss_of, one, weights
-from module_training import MICRO, WIDTH, config, groups, microbatch, net
-from paths import DOCS
+from support.module_jobs import loss_of, one, weights
+from support.module_training import MICRO, WIDTH, config, groups, microbatch, net
+from support.paths import DOCS
 
 GETTING_STARTED = """
 import argparse
@@ -289,7 +289,7 @@ def test_accelerates_own_loop_is_not_warned(caplog: pytest.LogCaptureFixture) ->
     assert all(torch.equal(weights[name], value) for name, value in wanted.items())
 
 
-def test_schedules_and_modes() -> None:
+def test_plateau_schedules_and_train_modes_follow_the_loop() -> None:
     plateau = {"type": "ReduceLROnPlateau", "params": {"patience": 0, "factor": 0.5, "threshold": 0.5}}
     engine = one(config(scheduler=plateau))
     for _ in range(2):
@@ -383,7 +383,7 @@ def test_the_programs_of_the_docs_run(ranks: Any, size: int, tmp_path: Path) -> 
     assert torch.load(tmp_path / "model.pt")["linear.weight"].shape == (16, 16)
 
 
-def test_a_dropped_engine_is_freed_at_once() -> None:
+def test_dropped_engines_of_both_kinds_are_freed_at_once() -> None:
     """Without a garbage collection: an engine's members refer to it weakly."""
     freed = []
     for _ in range(2):  # torch's imports in the first optimizer step of a process keep frames alive

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from triax import initialize
 
-from module_jobs import plain
-from module_training import MICRO, STEPS, WIDTH, config, groups, microbatch, net
+from support.module_jobs import plain
+from support.module_training import MICRO, STEPS, WIDTH, config, groups, microbatch, net
 
 HALF = {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from triax import Grid, initialize
 
-from module_jobs import loss_of, one
-from module_training import CLIP, MICRO, OPTIMIZERS, WIDTH, config, microbatch
+from support.module_jobs import loss_of, one
+from support.module_training import CLIP, MICRO, OPTIMIZERS, WIDTH, config, microbatch
 
 
 class Recomputed(nn.Module):

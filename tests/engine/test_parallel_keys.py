@@ -12,7 +12,7 @@ import triax
 from triax.base.errors import ConfigError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 
-import reference
+from support import reference
 
 SIZES = GPTConfig(37, 16, 16, 2, 4)
 SECTION = {"mode": "fixed", "block": 2, "num_local_blocks": 2, "attention": "unidirectional"}
@@ -39,7 +39,7 @@ def make(grid: triax.Grid, layers: Any = None, **config: Any) -> Any:
         ({"sparse_attention": {"mode": "wide"}}, "sparse_attention.mode"),
     ],
 )
-def test_what_does_not_fit_is_refused(config: dict[str, Any], text: str) -> None:
+def test_parallel_keys_that_do_not_fit_are_refused(config: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make(triax.Grid(), **config)
 

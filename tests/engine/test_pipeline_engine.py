@@ -19,8 +19,8 @@ from triax.compat.deepspeed.config.to_options import batch_sizes
 from triax.compat.deepspeed.from_config import read_config
 from triax.data.dataloader import BatchOrder
 
-from pipeline_jobs import BASE, engine, layers, microbatches, samples
-from toys import mean_loss
+from support.pipeline_jobs import BASE, engine, layers, microbatches, samples
+from support.toys import mean_loss
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_any_batch_size_follows_from_the_others(given: Any, replicas: int, wante
         ),
     ],
 )
-def test_configurations_refused(config: Any, words: str) -> None:
+def test_batch_sizes_that_contradict_are_refused(config: Any, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         batch_sizes(read_config(config), 2)
     assert words in str(error.value)
@@ -87,7 +87,7 @@ def test_config_from_a_file_and_from_args(tmp_path: Path) -> None:
         ({"type": "Muon", "params": {"adjust_lr_fn": "é" * 99}}, "é...: give original or match_rms_adamw"),
     ],
 )
-def test_optimizers_refused(optimizer: Any, words: str) -> None:
+def test_optimizers_the_engine_cannot_make_are_refused(optimizer: Any, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         engine(Grid(), optimizer=optimizer)
     assert words in str(error.value)
@@ -99,7 +99,7 @@ def test_adam_decouples_its_weight_decay_as_deepspeed_does() -> None:
     assert type(engine(Grid(), optimizer=plain).optimizer) is torch.optim.Adam
 
 
-def test_what_initialize_refuses() -> None:
+def test_initialize_refuses_what_is_no_model_or_config() -> None:
     wrong: Any = mean_loss
     with pytest.raises(TypeError, match=r"model is a function, not an nn\.Module"):
         triax.initialize(model=wrong, config=BASE)
@@ -296,7 +296,7 @@ def bad_loss(value: Any) -> str:
     return str(error.value)
 
 
-def test_losses_refused() -> None:
+def test_losses_of_a_wrong_form_are_refused() -> None:
     assert "is a tensor of shape (2,): return a mean" in bad_loss(torch.ones(2, requires_grad=True))
     assert "that loss_fn returned is a float" in bad_loss(1.0)
     assert "its weight is 0.0: none of its labels counts" in bad_loss((torch.ones((), requires_grad=True), 0))

@@ -15,8 +15,8 @@ from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
 from triax.base.errors import ConfigError
 from triax.testing.pool import RankFailure
 
-from pipeline_jobs import BASE, WIDTH, engine, given, layers, microbatches
-from toys import mean_loss
+from support.pipeline_jobs import BASE, WIDTH, engine, given, layers, microbatches
+from support.toys import mean_loss
 
 
 class OwnList(PipelineModule):
@@ -105,7 +105,7 @@ def test_schedules_of_your_own_and_searched_for(ranks: Any, tmp_path: Path, name
         ({"schedule": "auto", "costs": [1, 2]}, "pipeline.costs"),
     ],
 )
-def test_schedules_refused(pipeline: Any, words: str) -> None:
+def test_schedules_that_do_not_fit_the_engine_are_refused(pipeline: Any, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         engine(Grid(), pipeline=pipeline)
     assert words in str(error.value)

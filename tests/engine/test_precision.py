@@ -196,7 +196,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Any) -> None:
         assert moved
 
 
-def test_loss_scale_keys() -> None:
+def test_the_loss_scale_follows_window_and_hysteresis() -> None:
     scaler = LossScaler(LossScale(initial_power=4, window=2, hysteresis=2, minimum=4))
     seen = []
     for overflow in (True, True, True, True, False, False, True, False, False, False, False):

@@ -18,7 +18,7 @@ from triax.base.errors import ConfigError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.mixtral import MixtralConfig, mixtral_layers
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 GPT = GPTConfig(vocab_size=64, max_position_embeddings=16, hidden_size=32, num_hidden_layers=4, num_attention_heads=4)
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
@@ -191,7 +191,7 @@ def test_times_are_measured_and_the_result_is_a_configuration(tmp_path: Path) ->
     require_equal(found, train(gpt, tokens, config))
 
 
-def test_out_of_memory_is_the_next_smaller_size() -> None:
+def test_an_engine_out_of_memory_takes_the_next_smaller_size() -> None:
     assert train(lambda grid: noisy(grid, most=8), numbers, {AUTO: "auto"})["batch"] == (32, 8, 4)
 
 

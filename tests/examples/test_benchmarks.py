@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paths import BENCHMARKS
+from support.paths import BENCHMARKS
 
 
 def run(script: str, *args: str) -> str:
@@ -58,7 +58,7 @@ def test_timeline_draws_measured_beside_simulated(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_checkpoint_compares(tmp_path: Path) -> None:
+def test_the_checkpoint_benchmark_compares_with_dcp(tmp_path: Path) -> None:
     args = ("--width", "32", "--layers", "2", "--rounds", "1", "--folder", str(tmp_path))
     # What was loaded was what was saved, or it would have failed.
     found = json.loads(run("checkpoint.py", *args, "--only", "triax", "DCP"))
@@ -118,7 +118,7 @@ def test_moe_compares_and_counts() -> None:
 
 
 @pytest.mark.exhaustive
-def test_cuts_compares() -> None:
+def test_the_cuts_benchmark_compares_partitions() -> None:
     (rows,) = json.loads(run("cuts.py", "--cases", "slow rank, asleep", "--rounds", "1", "--json"))["results"].values()
     assert [row["name"] for row in rows] == ["uniform", "parameters", "by hand", "time", "auto"]
     assert rows[0]["boundaries"] == [0, 6, 12] and rows[3]["boundaries"] in ([0, 8, 12], [0, 9, 12])
@@ -134,7 +134,7 @@ def test_local_updates_counts_who_steps() -> None:
 
 
 @pytest.mark.exhaustive
-def test_data_compares() -> None:
+def test_the_data_benchmark_compares_with_datasets() -> None:
     args = ("--lengths", "64", "--rounds", "2", "--tokens", "5000", "--files", "20", "--vocab-size", "300", "--json")
     found = json.loads(run("data.py", *args))
     rates = found["results"]["64"]
@@ -163,7 +163,7 @@ def test_compression_makes_its_table(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [("--size", "smoke"), ("--overhead",)])
-def test_device_compares(options: tuple[str, ...]) -> None:
+def test_the_device_benchmark_compares_with_a_bare_loop(options: tuple[str, ...]) -> None:
     """On the CPU. Weights were those of the bare loop within bf16's rounding, or it would have failed."""
     report = json.loads(run("device.py", "--device", "cpu", *options, "--rounds", "2", "--steps", "2", "--json"))
     rows = {row["name"]: row for row in report["results"]}

@@ -9,7 +9,7 @@ import pytest
 
 from triax.data import TokenData
 
-from paths import EXAMPLES
+from support.paths import EXAMPLES
 
 sys.path.insert(0, str(EXAMPLES))
 
@@ -83,7 +83,7 @@ def test_cache_follows_the_files(texts: Path, tmp_path: Path) -> None:
     assert changed["training"] != first["training"] and changed["validation"] == first["validation"]
 
 
-def test_missing_paths(tmp_path: Path) -> None:
+def test_missing_or_empty_paths_of_a_corpus_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere does not exist"):
         C.find([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match="no documents"):

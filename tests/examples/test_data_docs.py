@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from triax.cli.main import app
 
-from paths import DOCS
-from processes import program
-from readme_blocks import commands, make_text, makes_text, programs
+from support.paths import DOCS
+from support.processes import program
+from support.readme_blocks import commands, make_text, makes_text, programs
 
 TEXT = (DOCS / "data.md").read_text()
 
@@ -37,7 +37,7 @@ def typed(*launchers: str) -> list[str]:
     return [command for _, command in commands(TEXT) if command.split()[0] in launchers]
 
 
-def test_commands_work(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_commands_of_the_data_page_work(tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("tokenizers")
     make_text(TEXT, tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -70,7 +70,7 @@ def test_programs_print_the_same_on_every_grid(ranks: Any, tmp_path: Path) -> No
     assert '"row": 16' in ranks(1, program, ["loop.py"], str(tmp_path))[0]
 
 
-def test_all_of_it_is_run() -> None:
+def test_every_command_of_the_data_page_is_run() -> None:
     assert list(programs(TEXT)) == ["make_chat.py", "train.py", "loop.py"]
     shells = [command for _, command in commands(TEXT) if makes_text(command)]
     assert len(typed("triax", "python", "torchrun", "mkdir")) == len(commands(TEXT)) and len(shells) == 3

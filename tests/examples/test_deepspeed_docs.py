@@ -20,8 +20,8 @@ from triax.compat.deepspeed.configuration import read_deepspeed_config
 from triax.compat.deepspeed.from_config import read_config
 from triax.compat.deepspeed.ledger import markdown
 
-from paths import DOCS
-from readme_blocks import programs
+from support.paths import DOCS
+from support.readme_blocks import programs
 
 TEXT = (DOCS / "deepspeed.md").read_text()
 
@@ -75,7 +75,7 @@ def test_keys_that_only_triax_has_are_keys() -> None:
 
 
 @pytest.mark.exhaustive  # a process of its own: it changes what `import deepspeed` means
-def test_programs_run(tmp_path: Path) -> None:
+def test_the_programs_of_the_deepspeed_page_run(tmp_path: Path) -> None:
     for name, source in programs(TEXT).items():
         (tmp_path / name).write_text(source)
         done = subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -18,10 +18,10 @@ import pytest
 
 from triax.plugins.fault_tolerance.membership import Change, read_changes
 
-from paths import DOCS
-from processes import TRIAX, free_port, started
-from readme_blocks import blocks, commands, programs
-from tokenized import folder
+from support.paths import DOCS
+from support.processes import TRIAX, free_port, started
+from support.readme_blocks import blocks, commands, programs
+from support.tokenized import folder
 
 TEXT = (DOCS / "faults.md").read_text()
 RUN, DRAIN, SECRET, COORDINATOR, BY_NAME, TORCHRUN, FILE, REPORT = (

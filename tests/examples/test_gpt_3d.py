@@ -25,8 +25,8 @@ from triax.train.loop import train
 from triax.train.sections import TrainingFile
 from triax.train.start import make_job
 
-from paths import EXAMPLES
-from processes import program
+from support.paths import EXAMPLES
+from support.processes import program
 
 sys.path.insert(0, str(EXAMPLES))
 
@@ -59,7 +59,7 @@ def wanted() -> list[float]:
     return gpt_plain.train(plain(), STEPS, of=STEPS)
 
 
-def test_plain_loss_falls(wanted: list[float]) -> None:
+def test_the_plain_gpt_lowers_its_loss(wanted: list[float]) -> None:
     assert wanted[-1] < wanted[0]
 
 

@@ -43,9 +43,9 @@ from triax.train.loop import TrainingRun, train
 from triax.train.model_choice import model_config
 from triax.train.sections import ModelSection, TrainingFile
 
-from paths import DOCS, ROOT
-from processes import TRIAX, free_port, program, started
-from readme_blocks import Block, blocks, commands, programs
+from support.paths import DOCS, ROOT
+from support.processes import TRIAX, free_port, program, started
+from support.readme_blocks import Block, blocks, commands, programs
 
 FOLDERS = ("guides", "moving-from", "extending", "inside")
 PAGES = [page for folder in FOLDERS for page in sorted((DOCS / folder).glob("*.md"))]

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from paths import ROOT
-from processes import program
-from readme_blocks import blocks, commands, programs
+from support.paths import ROOT
+from support.processes import program
+from support.readme_blocks import blocks, commands, programs
 
 DOCS = [ROOT / "docs" / "profiling.md", ROOT / "docs" / "autocast.md"]
 COMMANDS = [(doc, command) for doc in DOCS for _, command in commands(doc.read_text())]
 
 
 @pytest.mark.parametrize(("doc", "command"), COMMANDS, ids=[f"{doc.stem}: {command}" for doc, command in COMMANDS])
-def test_commands_run(ranks: Any, doc: Path, command: str, tmp_path: Path) -> None:
+def test_the_commands_of_the_profiling_pages_run(ranks: Any, doc: Path, command: str, tmp_path: Path) -> None:
     launcher, *words = shlex.split(command)
     size = int(words[1]) if launcher == "torchrun" else 1
     assert launcher == "python" or (launcher == "torchrun" and words.pop(0) == "--nproc-per-node" and words.pop(0))

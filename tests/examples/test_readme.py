@@ -28,9 +28,9 @@ import pytest
 
 from triax.pipe.schedules.choose import NAMES
 
-from paths import DOCS, ROOT
-from processes import program
-from readme_blocks import blocks, commands, programs
+from support.paths import DOCS, ROOT
+from support.processes import program
+from support.readme_blocks import blocks, commands, programs
 
 README = ROOT / "README.md"
 FIRST_RUN = (DOCS / "start" / "first-run.md").read_text()
@@ -159,7 +159,7 @@ def write_programs(text: str, folder: Path) -> None:
 LINES, WORDS = 114, 25  # of the whole README, and of a cell of its tables
 
 
-def test_readme_is_short() -> None:
+def test_the_readme_is_short_and_shows_a_picture() -> None:
     """Its length, its longest cell, and a picture on the first screen."""
     lines = README.read_text().splitlines()
     assert len(lines) <= LINES
@@ -233,7 +233,7 @@ def test_the_program_works_with_every_schedule_s_name(ranks: Any, tmp_path: Path
         for each in [*commands(README.read_text()), *(each for each in ON_PAGES if each[1] not in TYPED)]
     ],
 )
-def test_command_works(line: int, command: str, tmp_path: Path) -> None:
+def test_each_command_of_the_readme_works(line: int, command: str, tmp_path: Path) -> None:
     write_programs(FIRST_RUN, tmp_path)
     check(command, tmp_path)
 

@@ -18,9 +18,9 @@ import pytest
 from triax.train.file import read_training_file
 from triax.train.model_choice import model_config
 
-from paths import EXAMPLES, ROOT
-from processes import program
-from readme_blocks import commands
+from support.paths import EXAMPLES, ROOT
+from support.processes import program
+from support.readme_blocks import commands
 
 RECIPES = EXAMPLES / "recipes"
 TEXT = (RECIPES / "README.md").read_text()

@@ -26,8 +26,8 @@ from triax.options.base import walk
 from triax.options.engine import EngineOptions
 from triax.options.local_updates import AsyncDiLoCo, DiLoCo
 
-from paths import DOCS, ROOT
-from readme_blocks import blocks, commands
+from support.paths import DOCS, ROOT
+from support.readme_blocks import blocks, commands
 
 PAGES = sorted(DOCS.rglob("*.md"))
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))

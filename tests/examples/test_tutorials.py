@@ -20,7 +20,7 @@ from triax.compat.deepspeed.lr_schedules import WarmupLR
 from triax.data.dataloader import make_loader
 from triax.grid import Grid
 
-from paths import EXAMPLES
+from support.paths import EXAMPLES
 
 FOLDER = EXAMPLES / "from_deepspeed"
 
@@ -127,7 +127,7 @@ ALEXNET = [
 
 
 @pytest.mark.parametrize(("size", "options"), ALEXNET)
-def test_the_pipeline_tutorial(ranks: Any, size: int, options: tuple[str, ...]) -> None:
+def test_the_pipeline_tutorial_trains_as_plain_pytorch(ranks: Any, size: int, options: tuple[str, ...]) -> None:
     losses, wanted = plain_alexnet("--specs" in options, 3)
     config = ("--deepspeed_config", str(FOLDER / "alexnet.json"))
     results = ranks(size, run, "alexnet.py", *options, *config, "-s", "3", "--double", "--dropout", "0")

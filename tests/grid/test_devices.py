@@ -34,7 +34,7 @@ def test_a_device_that_is_not_there_is_an_error(device: Any, facts: list[str]) -
 
 def on_an_accelerator() -> dict[str, Any]:
     """Take devices of the simulated accelerator, and move a module to one."""
-    from simulated_device import simulated
+    from support.simulated_device import simulated
 
     with simulated():
         module: Any = nn.Linear(2, 3)

@@ -28,7 +28,7 @@ from triax.grid.comm.host_transport import HostTransport
 from triax.grid.comm.transport import Transport
 from triax.testing.pool import slowdown
 
-from toys import error_text
+from support.toys import error_text
 
 AXES = ("pipe", "data", "tensor")
 SHAPES = [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1), (1, 2, 4)]
@@ -159,7 +159,7 @@ def collectives(by_host: bool) -> None:
 
 
 @pytest.mark.parametrize("by_host", [False, True])
-def test_collectives(ranks: Any, by_host: bool) -> None:
+def test_collectives_compute_the_same_over_both_transports(ranks: Any, by_host: bool) -> None:
     """``HostTransport`` is what ranks that share a GPU have."""
     ranks(4, collectives_on_rank, by_host)
 

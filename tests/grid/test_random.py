@@ -219,7 +219,7 @@ def test_dropout_scales_the_gradient_as_the_value() -> None:
     assert torch.allclose(x.grad * x, y) and y.dtype == torch.float64
 
 
-def test_dropout_errors() -> None:
+def test_dropout_refuses_wrong_probabilities_and_samples() -> None:
     for p in (-0.1, 1.0, 2.0):
         with pytest.raises(ValueError, match="at least 0 and less than 1"):
             Dropout(p)

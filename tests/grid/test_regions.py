@@ -210,7 +210,7 @@ def low_precision_on_rank(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_dtype_stays(ranks: Any, dtype: torch.dtype) -> None:
+def test_regions_keep_the_dtype_of_their_input(ranks: Any, dtype: torch.dtype) -> None:
     for out in ranks(2, low_precision_on_rank, dtype):
         assert torch.equal(out, torch.full((3,), 3.0, dtype=dtype))
 

@@ -65,7 +65,7 @@ def test_a_topology_can_be_sent_to_another_process() -> None:
     assert (sent, sent.coordinate(5)) == (topology, topology.coordinate(5))
 
 
-def test_equality_and_printing() -> None:
+def test_topologies_compare_hash_and_print_by_their_sizes() -> None:
     assert Topology(pipe=2, data=2) == Topology(pipe=2, data=2, tensor=1)
     assert Topology(pipe=2, data=2) != Topology(data=2, pipe=2)  # another order numbers the ranks otherwise
     assert len({Topology(pipe=2), Topology(pipe=2, data=1, tensor=1)}) == 1
@@ -88,7 +88,7 @@ def test_equality_and_printing() -> None:
         (lambda: Topology(pipe=2).size("model"), "no axis 'model'"),
     ],
 )
-def test_errors_state_the_numbers(wrong: object, message: str) -> None:
+def test_topology_errors_state_the_numbers(wrong: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrong()  # type: ignore[operator]
 
@@ -108,13 +108,13 @@ def test_it_works_where_torch_is_not_installed(name: str) -> None:
 # ------------------------------------------------------------------------------------------ the environment
 
 
-def test_no_launcher() -> None:
+def test_variables_of_no_launcher_mean_one_process() -> None:
     assert read_environment({}) is None
     assert read_environment({"RANK": "0"}) is None  # some shells and containers set one of them
     assert read_environment({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) is None  # inside salloc, not srun
 
 
-def test_torchrun() -> None:
+def test_the_variables_of_torchrun_are_read() -> None:
     env = read_environment(
         {
             "RANK": "5",
@@ -132,7 +132,7 @@ def test_torchrun() -> None:
     assert (env.master_addr, env.master_port, env.restarts, env.launcher) == ("10.0.0.1", 1234, 2, "torchrun")
 
 
-def test_open_mpi() -> None:
+def test_the_variables_of_open_mpi_are_read() -> None:
     mpi = {
         "OMPI_COMM_WORLD_RANK": "3",
         "OMPI_COMM_WORLD_SIZE": "4",

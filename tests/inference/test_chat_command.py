@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import run_triax
 
 from triax.cli.main import main
 from triax.data import train_tokenizer
 from triax.data.sources import Reading, find_sources
 
-from tokenized import write_json_lines
+from support.command_line import run_triax
+from support.tokenized import write_json_lines
 
 transformers = pytest.importorskip("transformers")
 

@@ -24,8 +24,8 @@ from triax.models.gpt import GPTConfig, gpt_layers
 from triax.models.huggingface.load import load_hf
 from triax.models.huggingface.save import save_hf
 
-from paths import ROOT
-from processes import program
+from support.paths import ROOT
+from support.processes import program
 
 BIN = Path(sys.executable).parent
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -232,7 +232,7 @@ def test_a_tokenizer_of_the_folder(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ docs/generation.md, benchmark
 
 
-def test_the_documented_programs(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_programs_of_the_generation_page_run(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every ```python block of docs/generation.md, one behind the other, as a user would go on."""
     text = (ROOT / "docs" / "generation.md").read_text()
     source = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
@@ -245,7 +245,7 @@ def test_the_documented_programs(ranks: Any, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.exhaustive
-def test_the_benchmark_compares() -> None:
+def test_the_generation_benchmark_compares_with_transformers() -> None:
     line = [sys.executable, str(ROOT / "benchmarks" / "generation.py"), "--preset", "bytes-tiny", "--json"]
     done = subprocess.run(
         [*line, "--batches", "2", "--rounds", "1", "--only", "triax", "transformers", "without a cache"],

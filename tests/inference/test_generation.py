@@ -18,8 +18,8 @@ from triax.models.gpt import GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig
 from triax.pipe.module import PipelineModule
 
-from generating_models import GPT, LIMITS, PROMPTS, model
-from reference import gpt_logits
+from support.generating_models import GPT, LIMITS, PROMPTS, model
+from support.reference import gpt_logits
 
 LLAMA = LlamaConfig(
     vocab_size=53,
@@ -94,7 +94,9 @@ MORE = [pytest.param(sizes, marks=pytest.mark.exhaustive) for sizes in GRIDS[1:5
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), *MORE], ids=lambda s: "x".join(map(str, s)))  # pipe x data x tensor
-def test_every_grid_generates_the_same_tokens(ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int]) -> None:
+def test_every_grid_generates_the_tokens_of_one_process(
+    ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int]
+) -> None:
     # 8 ranks draw in the way that has every option.
     check_grid(ranks, alone, sizes, variants=math.prod(sizes) == 2, first=3 if math.prod(sizes) == 8 else 0)
 
@@ -218,7 +220,7 @@ def test_between_the_steps_of_training(ranks: Any, sizes: tuple[int, int, int], 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_in_another_precision(dtype: torch.dtype) -> None:
+def test_a_narrow_dtype_generates_and_fills_its_cache(dtype: torch.dtype) -> None:
     engine = init_inference(model(LLAMA), dtype=dtype, max_batch=2)
     sequences = engine.generate(PROMPTS, LIMITS, top_k=20, seed=5)
     assert [len(s) for s in sequences] == [len(p) + n for p, n in zip(PROMPTS, LIMITS)]

@@ -83,7 +83,7 @@ GRIDS = [(1, 1, 2), *(pytest.param(each, marks=pytest.mark.exhaustive) for each 
 
 
 @pytest.mark.parametrize("sizes", GRIDS, ids=lambda s: "x".join(map(str, s)))
-def test_every_grid_generates_the_same_tokens(ranks: Any, sizes: tuple[int, int, int]) -> None:
+def test_every_grid_of_int8_weights_generates_the_same_tokens(ranks: Any, sizes: tuple[int, int, int]) -> None:
     wanted = on_grid((1, 1, 1))
     for result in ranks(math.prod(sizes), on_grid, sizes, timeout=120):
         for name, want in wanted.items():
@@ -92,7 +92,7 @@ def test_every_grid_generates_the_same_tokens(ranks: Any, sizes: tuple[int, int,
                 assert each.logprobs == pytest.approx(other.logprobs, abs=1e-10)
 
 
-def test_error_and_bytes() -> None:
+def test_int8_weights_take_a_quarter_with_small_errors() -> None:
     """The logits of a model in 8 bits beside those of the same model in fp32."""
     config = GPTConfig(
         vocab_size=256, max_position_embeddings=64, hidden_size=128, num_hidden_layers=4, num_attention_heads=4

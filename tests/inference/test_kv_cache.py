@@ -15,7 +15,7 @@ from triax.models.gpt import GPTConfig, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
 from triax.pipe.module import PipelineModule
 
-from reference import gpt_logits
+from support.reference import gpt_logits
 
 GPT = GPTConfig(vocab_size=53, max_position_embeddings=16, hidden_size=24, num_hidden_layers=3, num_attention_heads=4)
 LLAMA = LlamaConfig(
@@ -69,7 +69,7 @@ class Cached:
 
 @pytest.mark.parametrize("config", [GPT, LLAMA, QWEN], ids=["gpt", "llama-gqa", "qwen"])
 @torch.no_grad()
-def test_a_token_at_a_time_is_the_whole_sequence(config: Any) -> None:
+def test_cached_tokens_have_the_logits_of_the_whole_sequence(config: Any) -> None:
     module = model(config)
     x = ids(4, 13)
     whole = module(x)

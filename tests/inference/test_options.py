@@ -17,7 +17,7 @@ from triax.inference.text import BYTES, ends_with
 from triax.models.huggingface.load import load_hf
 from triax.models.llama import LlamaConfig, llama_layers
 
-from varied_llama import varied_llama
+from support.varied_llama import varied_llama
 
 PROMPTS = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4, 3], [2, 2]]
 NEW = 9
@@ -208,7 +208,7 @@ def test_samples_of_a_prompt() -> None:
 # --------------------------------------------------------------------------------------------------------- strings
 
 
-def test_string_prompts() -> None:
+def test_prompts_of_text_give_text() -> None:
     ours = engine(tokenizer=BYTES)
     texts, ids = ["\x05\x06\x07", "\x01"], [[5, 6, 7], [1]]
     found = ours.generate(texts, NEW, temperature=0)
@@ -247,7 +247,7 @@ def test_a_string_that_ends_in_the_middle_of_a_character() -> None:
         ([[1]], {"logits_processor": ["x"]}, "logits_processor has 'x'. Give functions of"),
     ],
 )
-def test_what_cannot_be_asked(tokens: Any, options: dict[str, Any], message: str) -> None:
+def test_generation_options_that_cannot_be_are_refused(tokens: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine().generate(tokens, 2, **options)
 

@@ -11,7 +11,7 @@ import triax
 from triax.inference.scoring import Score, Scorer
 from triax.models.gpt import GPTConfig, gpt_layers
 
-from reference import gpt_logits
+from support.reference import gpt_logits
 
 SHAPE = GPTConfig(vocab_size=61, max_position_embeddings=32, hidden_size=16, num_hidden_layers=3, num_attention_heads=4)
 LENGTHS, COUNTS = (5, 9, 33, 2, 7, 12, 3), (2, 8, 30, 1, 3, 4, 2)

@@ -34,7 +34,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parent.parent / "support")]
+sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 import torch
 from torch import nn
@@ -47,10 +47,10 @@ from triax.checkpoint.format.index import read_index
 from triax.testing import pool
 from triax.testing.pool import RankFailure, run_ranks
 
-from compositions import describe
-from failing_disk import disturbed
-from shrink import shrink
-from toys import mean_loss
+from support.compositions import describe
+from support.failing_disk import disturbed
+from support.shrink import shrink
+from support.toys import mean_loss
 
 Case = dict[str, Any]
 WIDTH, BATCH, TIMEOUT = 6, 4, 4
@@ -606,6 +606,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    import faults  # so that ranks find its functions under their module's name
+    from laws import faults  # so that ranks find its functions under their module's name
 
     sys.exit(faults.main())

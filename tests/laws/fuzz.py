@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parent.parent / "support")]
+sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 import torch
 
@@ -33,8 +33,8 @@ from triax.pipe.schedules.registry import RECIPES
 from triax.testing import pool
 from triax.testing.pool import RankFailure, run_ranks
 
-from compositions import DEFAULT, HALF, OPTIMIZERS, Case, describe, full, on_rank, plainly, whole
-from shrink import shrink
+from support.compositions import DEFAULT, HALF, OPTIMIZERS, Case, describe, full, on_rank, plainly, whole
+from support.shrink import shrink
 
 GRIDS = [
     *([1, 1, 1], [2, 1, 1], [1, 2, 1], [1, 1, 2]),
@@ -544,6 +544,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    import fuzz  # so that ranks find its functions under their module's name
+    from laws import fuzz  # so that ranks find its functions under their module's name
 
     sys.exit(fuzz.main())

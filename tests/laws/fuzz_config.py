@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-sys.path[:0] = [str(Path(__file__).parent.parent / "support")]
+sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 import torch
 from torch import nn
@@ -50,9 +50,9 @@ from triax.pipe.schedules.choose import NAMES
 from triax.testing.pool import slowdown
 from triax.zero.offload import OffloadError
 
-from paths import ROOT
-from shrink import shrink
-from toys import mean_loss
+from support.paths import ROOT
+from support.shrink import shrink
+from support.toys import mean_loss
 
 OPTIMIZERS = (*optimizers.names(), *OPTIMIZER_NAMES)
 LIMIT = 20  # seconds that one configuration may take

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent.parent / "support")]
+sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 import yaml
 
@@ -43,9 +43,9 @@ from triax.train.older_keys import new_name
 from triax.train.sections import TrainingFile
 from triax.train.start import make_job
 
-from fuzz_config import LIMIT, LONGEST, STRANGE, Verdict, limit, put, quiet, raw, right_value
-from paths import ROOT
-from tokenized import folder
+from laws.fuzz_config import LIMIT, LONGEST, STRANGE, Verdict, limit, put, quiet, raw, right_value
+from support.paths import ROOT
+from support.tokenized import folder
 
 FIELDS = {path: SimpleNamespace(hint=hints_of(section)[found.name]) for path, section, found in rows(TrainingFile)}
 SHORT = short_forms()

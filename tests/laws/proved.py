@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent.parent / "support")]
+sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from triax.testing.check import check
 from triax.train.methods import distill_loss, grpo_loss, kto_loss, preference_loss, reward_layers, reward_loss
 from triax.train.model import loss_for
 
-from toy_families import COMMON, DENSE, HYBRIDS, MIXTURES
+from support.toy_families import COMMON, DENSE, HYBRIDS, MIXTURES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "proved.md"
 AXES = ("pipe", "data", "context", "tensor", "expert")

@@ -26,16 +26,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent.parent / "support")]
+sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 import torch
 from torch import Tensor
 
 from triax.testing.pool import run_ranks
 
-import five_axes
-from compositions import Case, on_rank
-from five_axes import Job, Place
+from support import five_axes
+from support.compositions import Case, on_rank
+from support.five_axes import Job, Place
 
 HERE = Path(__file__).resolve()
 FILE = HERE.with_suffix(".json")

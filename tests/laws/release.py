@@ -16,11 +16,11 @@ import tempfile
 import venv
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from paths import ROOT
-from readme_blocks import programs
-from versions import versions
+from support.paths import ROOT
+from support.readme_blocks import programs
+from support.versions import versions
 
 
 def run(*command: object, cwd: Path) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from import_reader import BESIDE, NEEDS, library, part
-from paths import ROOT
+from support.import_reader import BESIDE, NEEDS, library, part
+from support.paths import ROOT
 
 # Arguments: NEEDS, the files with their parts, and what to delete: all parts, or each in turn. Each child deletes some,
 # with those that need them; it trains a pipeline and a plain module in ZeRO's stage 3, and imports the parts left.

@@ -21,7 +21,7 @@ import triax
 from triax import Grid
 from triax.zero import ShardedOptimizer
 
-from gradient_loops import LIMIT, OPTIONS, REFUSED, WIDTH, Net, batch, compared, engine_of, net
+from support.gradient_loops import LIMIT, OPTIONS, REFUSED, WIDTH, Net, batch, compared, engine_of, net
 
 
 class Loop:
@@ -344,5 +344,5 @@ def loops(stages: list[int], passes: int) -> None:
                 compared(dict(model.state_dict()), wanted[1], f"stage {stage}, weights after {function.__name__}")
 
 
-def test_the_plain_loop(ranks: Any) -> None:
+def test_changes_before_a_step_count_in_the_plain_loop(ranks: Any) -> None:
     ranks(2, loops, [0, 1, 2, 3], 1)

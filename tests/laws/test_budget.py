@@ -15,9 +15,9 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "support"))
+sys.path.insert(0, str(ROOT / "tests"))
 
-from import_reader import library  # found by the line above
+from support.import_reader import library  # found by the line above
 
 BUDGET = {
     "plugins": 9256,

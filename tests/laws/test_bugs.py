@@ -15,14 +15,14 @@ import triax
 from triax import Grid, LayerSpec
 from triax.zero import gathered
 
-from bug_models import (
+from support.bug_models import (
     WIDTH,
     SparseRows,
     built,
     engine_of,
     pairs,
 )
-from toys import mean_loss
+from support.toys import mean_loss
 
 
 class InPlaceBlock(nn.Module):
@@ -63,7 +63,7 @@ def step(name: str, schedule: str, chunks: int) -> Any:
         ("sparse", "zb-h1", 1),
     ],
 )
-def test_gradients_of(ranks: Any, name: str, schedule: str, chunks: int) -> None:
+def test_gradients_of_each_layer_are_those_of_autograd(ranks: Any, name: str, schedule: str, chunks: int) -> None:
     engine = engine_of(built(name))
     module, weights = engine.module, {p.layout.name: p.parameter for p in engine.module.local_parameters()}
     loss = torch.stack([mean_loss(module(x), y) for x, y in pairs()]).mean()

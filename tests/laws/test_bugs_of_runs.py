@@ -20,14 +20,14 @@ from triax.base.errors import AgreedError, ConfigError
 from triax.grid.randomness.random import Dropout
 from triax.testing.pool import slowdown
 
-from bug_models import (
+from support.bug_models import (
     MICROBATCHES,
     WIDTH,
     engine_of,
     linear,
     pairs,
 )
-from toys import mean_loss
+from support.toys import mean_loss
 
 
 def endless() -> Iterator[tuple[Tensor, Tensor]]:

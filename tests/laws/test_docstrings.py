@@ -20,8 +20,8 @@ from torch import nn
 
 import triax
 
-from import_reader import library
-from paths import DOCS, ROOT
+from support.import_reader import library
+from support.paths import DOCS, ROOT
 
 SLOW = ("grid/launcher/launch.py", "pipe/schedules/search.py")  # seconds: processes, and a search
 OFTEN = 3  # pages and example files
@@ -33,7 +33,7 @@ def with_examples() -> list[Any]:
 
 
 @pytest.mark.parametrize("file", with_examples())
-def test_examples_run(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_in_docstrings_run(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"triax": triax, "torch": torch, "nn": nn, "os": os, "Path": Path}
     if "huggingface" in file:
         names["transformers"] = pytest.importorskip("transformers")

@@ -23,8 +23,8 @@ from triax.grid.agreement.hang_watch import timed_out, with_timeout
 from triax.grid.comm.equal_facts import same
 from triax.grid.launcher.launch import Outcome, outcome_of
 
-from paths import ROOT
-from toys import mean_loss
+from support.paths import ROOT
+from support.toys import mean_loss
 
 WIDTH = 4
 ENGINES = ("pipe", "module")

@@ -17,7 +17,7 @@ import pytest
 from triax.testing.covering import covering_array
 from triax.testing.pool import RankFailure
 
-from five_axes import LR, ROWS, Cell, Job, Place, alone, compare, differences, plain, run, train
+from support.five_axes import LR, ROWS, Cell, Job, Place, alone, compare, differences, plain, run, train
 
 # Factors of a cell, beside the axes. None: it has no effect, because the axis that it refers to has the size 1.
 FACTORS: dict[str, Sequence[Any]] = {
@@ -141,14 +141,14 @@ def test_a_sample_of_cells(ranks: Any) -> None:
 @EXHAUSTIVE
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_every_grid(ranks: Any, count: int) -> None:
+def test_every_grid_of_five_axes_at_one_setting_is_exact(ranks: Any, count: int) -> None:
     check(ranks, [each for each in at_one_setting() if each[1].ranks == count])
 
 
 @EXHAUSTIVE
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(4))
-def test_all_triples(ranks: Any, part: int) -> None:
+def test_all_triples_of_settings_on_five_axes_are_exact(ranks: Any, part: int) -> None:
     cells = covering()
     assert len(cells) <= 600
     check(ranks, cells[part::4])

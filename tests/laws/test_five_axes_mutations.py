@@ -36,7 +36,7 @@ from triax.zero.bucket import Bucket
 from triax.zero.data_axis import ZeroDataAxis
 from triax.zero.gradient_norm import clip_factor
 
-from five_axes import CLIP, Found, Job, Place, differences, run
+from support.five_axes import CLIP, Found, Job, Place, differences, run
 
 Change = Callable[[], AbstractContextManager[Any]]
 

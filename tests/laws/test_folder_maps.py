@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from import_reader import library
-from paths import ROOT
+from support.import_reader import library
+from support.paths import ROOT
 
 _FILE = re.compile(r"(?<![\w/])(\w+\.py)\b")
 _EXAMPLES = {"script.py", "train.py"}  # a user's script, in texts
@@ -19,6 +19,7 @@ _EXAMPLES = {"script.py", "train.py"}  # a user's script, in texts
 def wrong_maps(root: Path) -> Iterator[str]:
     """Yield the files that their folder's map leaves out, and the names in a map that are no file of the folder."""
     files = [Path(file) for file in library(root)]
+    files += [file.relative_to(root) for file in root.glob("tests/support/*.py")]
     for folder in sorted({file.parent for file in files} - {Path(".")}):
         here = {file.name for file in files if file.parent == folder} - {"__init__.py"}
         text = ast.get_docstring(ast.parse((root / folder / "__init__.py").read_bytes())) or ""
@@ -41,7 +42,7 @@ def test_each_file_is_in_its_folders_map() -> None:
         ("a.py, b.py, c.py and d.py", "names d.py, which is not there"),
     ],
 )
-def test_the_law_finds_an_offender(text: str, found: str, tmp_path: Path) -> None:
+def test_the_law_of_folder_maps_finds_an_offender(text: str, found: str, tmp_path: Path) -> None:
     folder = tmp_path / "pipe"
     folder.mkdir()
     (folder / "__init__.py").write_text(f'"""{text}"""\n')

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from import_reader import library
-from paths import ROOT
+from support.import_reader import library
+from support.paths import ROOT
 
 # The libraries' names, and DeepSpeed's marks of parameters.
 FOREIGN = re.compile(r"deepspeed|megatron|horovod|\bds_(?:id|status|shape|numel|tensor|persist)\b", re.IGNORECASE)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paths import ROOT
+from support.paths import ROOT
 
 EXTRAS: tuple[str, ...] = (
     "transformers",

@@ -11,10 +11,7 @@ import torch
 from triax.testing import pool
 from triax.train import file
 
-import faults
-import fuzz
-import fuzz_config
-import fuzz_train_files
+from laws import faults, fuzz, fuzz_config, fuzz_train_files
 
 UNUSED = [["linear"], ["split_tuple"], ["same"], ["linear"]]  # the second layer's second output is used by nothing
 TIED = {"family": "llama", "num_key_value_heads": 2, "tie_word_embeddings": True}
@@ -54,17 +51,17 @@ def test_compositions_that_failed_once(ranks: Any, case: dict[str, Any]) -> None
     assert fuzz.judge(case) == fuzz.Verdict("equal")
 
 
-def test_some_compositions(ranks: Any) -> None:
+def test_some_random_compositions_equal_one_process(ranks: Any) -> None:
     counts, findings = fuzz.run(seconds=60, seed=4, cases=4)
     assert not findings and counts["equal"] >= 2
 
 
-def test_some_configurations() -> None:
+def test_some_random_configurations_train_or_are_refused() -> None:
     counts, findings = fuzz_config.run(seconds=60, seed=7, cases=60)
     assert not findings and counts["refused"] > 10 and counts["accepted"] + counts["trained"] > 10
 
 
-def test_some_training_files() -> None:
+def test_some_random_training_files_train_or_are_refused() -> None:
     try:
         assert not [*fuzz_train_files.known(every=9)]
         counts, findings = fuzz_train_files.run(seconds=60, seed=7, cases=12, step=12)
@@ -84,7 +81,7 @@ def test_two_hundred_hostile_training_files() -> None:
     assert not findings and sum(counts.values()) == 200 and counts["trained"] > 10
 
 
-def test_some_faults(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_random_faults_lose_nothing(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "GRACE", 20.0)
     lives: list[dict[str, Any]] = [
         {"kind": "kill_in_save", "at": 7, "step": 2},

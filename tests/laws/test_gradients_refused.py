@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, PipelineModule
 
-from gradient_loops import LIMIT, MICRO, OPTIONS, REFUSED, WIDTH, batch, compared, engine_of, net
+from support.gradient_loops import LIMIT, MICRO, OPTIONS, REFUSED, WIDTH, batch, compared, engine_of, net
 
 
 def low_precision(stage: int, dtype: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from import_reader import (
+from support.import_reader import (
     ASIDE,
     LEVEL,
     NEEDS,
@@ -23,7 +23,7 @@ from import_reader import (
     needs_no_torch,
     part,
 )
-from paths import ROOT
+from support.paths import ROOT
 
 # They use rich, matplotlib, jinja2 where they draw, and numpy where they fit.
 DRAWS = ("pipe/program/draw.py", "plugins/plan/picture.py", "plugins/plan/page.py", "plugins/plan/fit.py")
@@ -230,7 +230,7 @@ def test_no_python_file_is_outside_the_house() -> None:
 
 
 def test_no_test_module_imports_another() -> None:
-    """Shared code of tests is in tests/support, the only folder of tests on pytest's path."""
+    """Shared code of tests is in tests/support, and none of it in a test file."""
     for path in sorted((ROOT / "tests").rglob("*.py")):
         modules = [found.target.split(".")[0] for found in imports(ROOT, str(path.relative_to(ROOT)))]
         assert not [name for name in modules if name.startswith("test_")], path
@@ -323,7 +323,9 @@ OFFENDERS = [
 
 
 @pytest.mark.parametrize(("rule", "file", "text", "complaint"), OFFENDERS)
-def test_the_rule_finds_an_offender(tmp_path: Path, rule: object, file: str, text: str, complaint: str | None) -> None:
+def test_each_law_of_imports_finds_an_offender(
+    tmp_path: Path, rule: object, file: str, text: str, complaint: str | None
+) -> None:
     assert callable(rule)
     made_first = ("grid/topology", "grid/grid", "pipe/program/ops", "pipe/schedules/registry", "pipe/spec", "zero/flat")
     more = ("models/config", "grid/launcher/launch", "compat/huggingface/trainer", "compat/huggingface/arguments")

@@ -22,7 +22,7 @@ from triax.models.llama import LlamaConfig, llama_layers
 from triax.pipe.module import PipelineModule
 from triax.pipe.schedules.registry import RECIPES
 
-from gpt_batches import (
+from support.gpt_batches import (
     CLIP,
     ENTRIES,
     HEADS,
@@ -36,8 +36,8 @@ from gpt_batches import (
     batches,
     microbatches,
 )
-from reference import Step, llama_logits, train_gpt
-from reference import train as train_plainly
+from support.reference import Step, llama_logits, train_gpt
+from support.reference import train as train_plainly
 
 GRIDS = [
     (pipe, data, tensor)
@@ -240,8 +240,8 @@ def name(grid: tuple[int, int, int]) -> str:
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=name)
-def test_invariance(ranks: Any, grid: tuple[int, int, int]) -> None:
-    """A part of ``test_invariance_of_everything``."""
+def test_a_part_of_the_schedules_and_stages_is_exact(ranks: Any, grid: tuple[int, int, int]) -> None:
+    """A part of ``test_every_schedule_stage_and_grid_is_exact``."""
     cells = [(schedule, 1, stage, Job(tied)) for schedule, stage, tied in itertools.product(SCHEDULES, STAGES, TIED)]
     # 8 ranks take up to 3 s a cell on 2 cores, and 4 ranks 1.5 s: one cell a grid there, or two, and four on 2 ranks;
     # each number of ranks has every cell on some grid.
@@ -265,7 +265,7 @@ def test_invariance_of_every_schedule(ranks: Any, grid: tuple[int, int, int]) ->
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)  # 8 ranks that share 2 cores take 1 s a cell, or more where the tensor axis has them all
 @pytest.mark.parametrize("grid", GRIDS, ids=name)
-def test_invariance_of_everything(ranks: Any, grid: tuple[int, int, int]) -> None:
+def test_every_schedule_stage_and_grid_is_exact(ranks: Any, grid: tuple[int, int, int]) -> None:
     names = [*((name, 1) for name in SCHEDULES), *OTHERS]
     for schedule in [(name, chunks) for name, chunks in names if grid[0] * chunks <= 8]:
         check(ranks, grid, [(*schedule, s, Job(t)) for s, t in itertools.product(range(4), TIED)])

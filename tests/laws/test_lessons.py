@@ -20,7 +20,7 @@ from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.pipe.partition import balanced
 from triax.pipe.program.passes import lower
 
-from toys import mean_loss, random_pair, same
+from support.toys import mean_loss, random_pair, same
 
 WIDTH, LR, CLIP = 5, 0.5, 0.1
 

@@ -17,7 +17,7 @@ from triax import Grid
 from triax.base.errors import ConfigError
 from triax.compat.deepspeed.from_config import read_config
 
-from paths import ROOT
+from support.paths import ROOT
 
 
 def two_grids() -> Any:

@@ -14,7 +14,7 @@ from triax import Grid, LayerSpec, PipelineModule, Schedule, make_schedule, veri
 from triax.pipe.program.deadlock import ScheduleError
 from triax.pipe.program.ops import Op
 
-from toys import summed_loss
+from support.toys import summed_loss
 
 WIDTH, MICROBATCHES = 4, 5
 BASES = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2), ("v-min", 2)]
@@ -107,7 +107,7 @@ def check(ranks: Any, count: int, seed: int, tmp_path: Any) -> None:
             )
 
 
-def test_accepted_mutants_run(ranks: Any, tmp_path: Any) -> None:
+def test_mutated_schedules_that_verify_accepts_run(ranks: Any, tmp_path: Any) -> None:
     check(ranks, 60, 0, tmp_path)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
-import option_pairs
 import pytest
-from option_pairs import FEATURES, PAGE, PLACES
 
 from triax.options.engine import EngineOptions
+
+from laws import option_pairs
+from laws.option_pairs import FEATURES, PAGE, PLACES
 
 # Options that the page leaves out: sizes, rates, names, and what a run writes.
 LEFT_OUT = {"batch", "lr_scheduler", "schedule", "checkpoint", "monitor", "tuning", "drop_last", "seed", "names"}

@@ -27,9 +27,9 @@ import triax
 from triax.base.errors import to_install
 from triax.cli.main import app
 
-from import_reader import ROOMS, library, needs_no_torch
-from paths import ROOT
-from versions import versions
+from support.import_reader import ROOMS, library, needs_no_torch
+from support.paths import ROOT
+from support.versions import versions
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 STUBS = [ROOT / "__init__.pyi", *(file for folder in ROOMS for file in sorted((ROOT / folder).rglob("*.pyi")))]
@@ -142,7 +142,7 @@ def test_every_folder_of_the_library_is_packaged() -> None:
     assert {"triax", "triax.docs"} | folders == set(PROJECT["tool"]["setuptools"]["packages"])
 
 
-def test_command_exists() -> None:
+def test_the_command_triax_is_a_function() -> None:
     module, _, name = PROJECT["project"]["scripts"]["triax"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-import proved
+from laws import proved
 
 
 def cells_of(page: str) -> dict[tuple[str, str, str], str]:

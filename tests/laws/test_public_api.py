@@ -198,7 +198,7 @@ def test_no_parameter_of_a_public_function_is_private() -> None:
     assert private.findall(listed) == []
 
 
-def test_changes_are_seen() -> None:
+def test_each_change_of_a_signature_changes_the_public_list() -> None:
     """A renamed parameter, another default, a method that is gone and a new name each change the list."""
 
     def before(tensor: int, *, op: str = "sum") -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from record import case_digests, cases, compare, five
+from laws.record import case_digests, cases, compare, five
 
 
 def test_the_record_finds_other_bits_and_no_others(ranks: Any) -> None:

@@ -16,9 +16,9 @@ from triax.cli.main import app
 from triax.cli.verbs import VerbGroup
 from triax.compat.launcher_options import IDLE, REPLACED, SAME
 
-from import_reader import library
-from paths import ROOT
-from readme_blocks import commands
+from support.import_reader import library
+from support.paths import ROOT
+from support.readme_blocks import commands
 
 _NAME = re.compile(r"(?<![\w./-])triax((?:\.[A-Za-z_]\w*)+)")
 _COMMAND = re.compile(r"`triax((?: +[^\s`]+)*)`?")  # in a sentence
@@ -111,12 +111,12 @@ def missing_commands(root: Path) -> Iterator[str]:
                     yield f"{place}, which has no {option}"
 
 
-def test_every_name_exists() -> None:
+def test_every_name_in_the_docs_exists() -> None:
     found = list(missing_names(ROOT))
     assert not found, "\n" + "\n".join(found)
 
 
-def test_every_command_exists() -> None:
+def test_every_command_in_the_docs_exists() -> None:
     found = list(missing_commands(ROOT))
     assert not found, "\n" + "\n".join(found)
 
@@ -140,7 +140,7 @@ def test_every_command_exists() -> None:
         (missing_commands, '"""Call `triax grid --pipe 2`, `triax run x.py --mine` or `triax --version`."""', None),
     ],
 )
-def test_the_rule_finds_an_offender(
+def test_each_law_of_references_finds_an_offender(
     tmp_path: Path, rule: Callable[[Path], Iterator[str]], text: str, complaint: str | None
 ) -> None:
     (tmp_path / "zero").mkdir()

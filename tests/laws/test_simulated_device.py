@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from option_pairs import FEATURES, Feature, batches, build, joined, pairs, stage_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -19,15 +18,16 @@ import triax
 from triax import LayerSpec, PipelineModule
 from triax.models.layers import NextTokenLoss
 
-from five_axes import VOCABULARY, Cell, Found, Job, Place, differences, layers, run
-from module_training import net
-from paths import ROOT
-from training import microbatches, text_batches, tiny_gpt
+from laws.option_pairs import FEATURES, Feature, batches, build, joined, pairs, stage_of
+from support.five_axes import VOCABULARY, Cell, Found, Job, Place, differences, layers, run
+from support.module_training import net
+from support.paths import ROOT
+from support.training import microbatches, text_batches, tiny_gpt
 
 
 def on_device(cells: Sequence[Cell]) -> tuple[list[Found], list[str]]:
     """Train cells on the simulated device. Return what they found on the CPU, and the faults."""
-    from simulated_device import simulated
+    from support.simulated_device import simulated
 
     with simulated() as device:
         found = run(cells)
@@ -85,7 +85,7 @@ EXPERTS = {
 
 def waits_of_a_step(stage: Literal[0, 1, 2, 3], kind: str) -> list[str]:
     """Return where the host waits for the device in the fourth step of a run on two ranks."""
-    from simulated_device import simulated
+    from support.simulated_device import simulated
 
     with simulated() as device:
         grid = triax.Grid(pipe=2 if kind in ("pipe", "two tensors") else 1, timeout=60)
@@ -189,7 +189,7 @@ def waits_of_options(combinations: Sequence[Combination]) -> list[tuple[Counter[
 
     The error in their place, if the options are refused.
     """
-    from simulated_device import simulated
+    from support.simulated_device import simulated
 
     found: list[tuple[Counter[str], int] | str] = []
     with simulated() as device:

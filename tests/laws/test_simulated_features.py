@@ -14,8 +14,8 @@ import triax
 from triax import Grid
 from triax.options.zero import Offload, OffloadOptimizer
 
-from module_training import net
-from training import microbatches, text_batches, tiny_gpt, train
+from support.module_training import net
+from support.training import microbatches, text_batches, tiny_gpt, train
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 Found = dict[str, Tensor]
@@ -142,7 +142,7 @@ FEATURES: dict[str, Callable[..., Found]] = {
 
 def found_on(device: str, folder: str) -> tuple[dict[str, Found], dict[str, list[str]]]:
     """Return what each feature finds on a device, as tensors of the CPU, and the faults."""
-    from simulated_device import simulated
+    from support.simulated_device import simulated
 
     with simulated() as sim:
         found, faults = {}, {}

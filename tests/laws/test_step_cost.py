@@ -19,7 +19,7 @@ from triax.zero import ShardedOptimizer
 from triax.zero.flat import LARGE
 from triax.zero.gradient_norm import clip_coefficient, clip_factor, square
 
-from paths import BENCHMARKS
+from support.paths import BENCHMARKS
 
 FP32 = 4 * 2**-23  # a few units in the last place of one row's norm
 SIDE = int(LARGE**0.5)  # a square weight that has a bucket of its own

@@ -18,9 +18,9 @@ import pytest
 from triax.base.threads import BackgroundCall
 from triax.plugins.fault_tolerance import sharded_state, state_transfers
 
-from import_reader import library
-from paths import ROOT
-from replica_jobs import coordinator, finish, start
+from support.import_reader import library
+from support.paths import ROOT
+from support.replica_jobs import coordinator, finish, start
 
 BROAD = ("", "Exception", "BaseException")
 
@@ -80,7 +80,7 @@ def swallowed(file: str, text: str) -> Iterator[str]:
         ("threading.excepthook = f", 1),
     ],
 )
-def test_the_law_finds_an_offender(body: str, count: int) -> None:
+def test_the_law_of_threads_finds_swallowed_errors(body: str, count: int) -> None:
     assert len([*swallowed("a.py", body)]) == count
 
 

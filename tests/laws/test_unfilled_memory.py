@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from compositions import Case, on_rank
-from five_axes import Cell, Found, Job, Place, differences, run, train
+from support.compositions import Case, on_rank
+from support.five_axes import Cell, Found, Job, Place, differences, run, train
 
 JOB = Job(capacity=True, packed=True)
 CELLS: list[Cell] = [

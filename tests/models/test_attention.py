@@ -19,8 +19,8 @@ from triax.models.config import RopeScaling
 from triax.models.packed import check_documents, pack, packing, positions_within
 from triax.models.rope import Rope
 
-from reference import attention, rms_norm, visible
-from toys import error_text
+from support.reference import attention, rms_norm, visible
+from support.toys import error_text
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 WIDTH, DIM, ROWS, LENGTH = 10, 4, 2, 8

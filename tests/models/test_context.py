@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -13,139 +13,36 @@ import torch
 import triax
 from triax.context import attention, shard
 from triax.grid.comm.axis import Axis
-from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
+from triax.models.gpt import GPTConfig, GPTLoss
 from triax.models.huggingface.pipeline_layers import CausalLMLoss
-from triax.models.llama import LlamaConfig, llama_layers
+from triax.models.llama import LlamaConfig
 from triax.testing.pool import RankFailure
 
-VOCABULARY, ROWS = 37, 4
+from support.decoder_runs import ROWS, VOCABULARY, Job, Place, assert_equal_to_one_process, batch
+
 GPT = GPTConfig(VOCABULARY, 24, 16, 2, 4, dropout=0.1, tie_word_embeddings=True)
 LLAMA = LlamaConfig(VOCABULARY, 24, 16, 2, 4, intermediate_size=24, num_key_value_heads=2, dropout=0.1)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is computed: equal on every grid."""
-
-    family: str = "gpt"
-    length: int = 16
-    packed: bool = False
-    window: int | None = None
-    parts: bool = False  # ids and labels of this rank's tokens alone, and the documents of the whole rows
-
-
-@dataclass(frozen=True)
-class Place:
-    """On which grid, and how."""
-
-    grid: tuple[int, int, int, int] = (1, 1, 1, 1)  # pipe, data, context, tensor
-    kind: str = "ring"
-    sequence_parallel: bool = False
-    schedule: str = "1f1b"
-    chunks: int = 1
-    stage: int = 0
-    recompute: str = ""
-
-    @property
-    def ranks(self) -> int:
-        pipe, data, context, tensor = self.grid
-        return pipe * data * context * tensor
-
-
-def batch(job: Job, step: int) -> tuple[Any, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7 + step)
-    ids = torch.randint(VOCABULARY, (ROWS, job.length), generator=generator)
-    labels = torch.randint(VOCABULARY, (ROWS, job.length), generator=generator)
-    labels[:, ::5] = -100
-    if not job.packed:
-        return ids, labels
-    return (ids, (torch.rand(ids.shape, generator=generator) < 0.2).cumsum(1)), labels
-
-
-def train(job: Job, place: Place) -> dict[str, Any]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        pipe, data, context, tensor = place.grid
-        grid = triax.Grid(pipe, data, tensor, context=context)
-        config = replace(GPT if job.family == "gpt" else LLAMA, sliding_window=job.window)
-        make: Any = gpt_layers if job.family == "gpt" else llama_layers
-        layers = make(config, sequence_parallel=place.sequence_parallel, attention=place.kind)
-        loss = GPTLoss(grid, VOCABULARY)
-        model = triax.PipelineModule(layers, grid=grid, loss_fn=loss, seed=3, chunks=place.chunks)
-        settings: dict[str, Any] = {
-            "train_batch_size": ROWS,
-            "gradient_accumulation_steps": ROWS // data,
-            "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-            "gradient_clipping": 0.1,
-            "zero_optimization": {"stage": place.stage},
-            "pipeline": {"schedule": place.schedule},
-        }
-        if place.recompute:
-            settings["activation_checkpointing"] = {"granularity": place.recompute}
-        engine, *_ = triax.initialize(model=model, config=settings)
-        each = ROWS // data
-        for step in range(2):
-            inputs, labels = batch(job, step)
-            mine = range(grid.data.rank * each, (grid.data.rank + 1) * each)
-            rows = [
-                ((inputs[0][i : i + 1], inputs[1][i : i + 1]) if job.packed else inputs[i : i + 1], labels[i : i + 1])
-                for i in mine
-            ]
-            if job.parts:
-                rows = [part_of(inputs, labels, grid) for inputs, labels in rows]
-            value = engine.train_batch(iter(rows))
-            if not step:
-                gradients, norm = engine.gather("gradients"), engine.get_global_grad_norm()
-        found = {"loss": float(value), "norm": norm, "gradients": gradients, "weights": engine.gather()}
-        return found if grid.rank == 0 else {}
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def part_of(inputs: Any, labels: torch.Tensor, grid: triax.Grid) -> tuple[Any, torch.Tensor]:
-    """Cut a row as a loader of one's own would."""
-    ids, documents = inputs
-    return (shard(ids, grid.context), documents), shard(labels, grid.context, fill=-100)
-
-
-def run(cells: list[tuple[Job, Place]]) -> list[dict[str, Any]]:
-    return [train(*cell) for cell in cells]
-
-
-def check(ranks: Any, cells: list[tuple[Job, Place]]) -> None:
-    """Run all cells of a number of ranks in one job, and compare each with one process."""
-    alone = {job: train(job, Place()) for job in dict.fromkeys(job for job, _ in cells)}
-    for count in sorted({place.ranks for _, place in cells}):
-        mine = [cell for cell in cells if cell[1].ranks == count]
-        for (job, place), found in zip(mine, ranks(count, run, mine, timeout=250)[0], strict=True):
-            one = alone[job]
-            assert found["loss"] == pytest.approx(one["loss"], rel=1e-12), (job, place)
-            assert found["norm"] == pytest.approx(one["norm"], rel=1e-10), (job, place)
-            for what in ("gradients", "weights"):
-                assert found[what].keys() == one[what].keys()
-                for name, value in one[what].items():
-                    message = f"{what} {name}: {job} {place}"
-                    torch.testing.assert_close(found[what][name], value, rtol=1e-10, atol=1e-12, msg=message)
+WINDOW = replace(LLAMA, sliding_window=5)
 
 
 def test_models_on_the_context_axis(ranks: Any) -> None:
-    check(
+    assert_equal_to_one_process(
         ranks,
         [
-            (Job(), Place((1, 1, 2, 1))),
-            (Job("llama", packed=True), Place((1, 1, 2, 1), "gather", stage=2)),
-            (Job("llama", length=15), Place((1, 1, 2, 1), "ulysses", stage=3)),
-            (Job(length=13, packed=True), Place((2, 1, 2, 1), schedule="zb-h1", stage=1)),
-            (Job("llama", window=5), Place((1, 1, 2, 2), sequence_parallel=True)),
-            (Job(length=11), Place((1, 2, 2, 1), "gather", stage=3, recompute="full")),
-            (Job("llama", length=15), Place((2, 1, 2, 1), recompute="selective")),
-            (Job(length=13, packed=True, parts=True), Place((1, 1, 2, 1), stage=1)),
+            (Job(GPT), Place((1, 1, 2, 1))),
+            (Job(LLAMA, packed=True), Place((1, 1, 2, 1), "gather", stage=2)),
+            (Job(LLAMA, length=15), Place((1, 1, 2, 1), "ulysses", stage=3)),
+            (Job(GPT, length=13, packed=True), Place((2, 1, 2, 1), schedule="zb-h1", stage=1)),
+            (Job(WINDOW), Place((1, 1, 2, 2), sequence_parallel=True)),
+            (Job(GPT, length=11), Place((1, 2, 2, 1), "gather", stage=3, recompute="full")),
+            (Job(LLAMA, length=15), Place((2, 1, 2, 1), recompute="selective")),
+            (Job(GPT, length=13, packed=True, cut=True), Place((1, 1, 2, 1), stage=1)),
         ],
     )
 
 
 def test_the_weights_of_all_ranks_add_up_to_the_labels() -> None:
-    labels = batch(Job(length=13), 0)[1]
+    labels = batch(Job(GPT, length=13), 0)[1]
     for count, of in ((GPTLoss, labels), (CausalLMLoss, labels[:, 1:])):
         parts = []
         for rank in range(3):
@@ -157,8 +54,8 @@ def test_the_weights_of_all_ranks_add_up_to_the_labels() -> None:
 
 GRIDS = [(1, 1, 2, 1), (1, 1, 3, 1), (1, 1, 4, 1), (2, 1, 2, 1), (1, 2, 2, 1), (1, 1, 2, 2), (2, 2, 2, 1), (2, 1, 2, 2)]
 JOBS = [
-    *(Job(), Job(length=13), Job(packed=True), Job("llama"), Job("llama", length=11, packed=True)),
-    *(Job("llama", window=5), Job("gpt", length=15, packed=True, window=4)),
+    *(Job(GPT), Job(GPT, length=13), Job(GPT, packed=True), Job(LLAMA), Job(LLAMA, length=11, packed=True)),
+    *(Job(WINDOW), Job(replace(GPT, sliding_window=4), length=15, packed=True)),
 ]
 
 
@@ -168,12 +65,12 @@ JOBS = [
 def test_every_grid_kind_and_job(ranks: Any, ranks_wanted: int) -> None:
     cells = []
     for i, (grid, job, kind) in enumerate(product(GRIDS, JOBS, ("ring", "ulysses", "gather"))):
-        if kind == "ulysses" and grid[2] == 3 and job.family == "gpt":
+        if kind == "ulysses" and grid[2] == 3 and job.config is GPT:
             continue  # 4 heads
         schedule = ("1f1b", "zb-h1", "gpipe")[i % 3]
         recompute = ("", "full", "selective")[i % 3 if i % 2 else 0]
-        cells.append((job, Place(grid, kind, grid[3] > 1 and i % 2 > 0, schedule, 1, i % 4, recompute)))
-    check(ranks, [cell for cell in cells if cell[1].ranks == ranks_wanted])
+        cells.append((job, Place(grid, kind, grid[3] > 1 and i % 2 > 0, schedule, i % 4, recompute)))
+    assert_equal_to_one_process(ranks, [cell for cell in cells if cell[1].ranks == ranks_wanted])
 
 
 class Plain(torch.nn.Module):
@@ -207,7 +104,7 @@ def plain_module(context: int, data: int, stage: int, wrong: str = "") -> dict[s
             "zero_optimization": {"stage": stage},
         }
         engine, *_ = triax.initialize(model=Plain(grid), grid=grid, config=settings)
-        ids, labels = batch(Job(length=16), 0)
+        ids, labels = batch(Job(GPT, length=16), 0)
         for i in range(grid.data.rank * ROWS // data, (grid.data.rank + 1) * ROWS // data):
             total, count = engine(ids[i : i + 1], labels[i : i + 1])
             if wrong == "mean":

@@ -17,7 +17,7 @@ from triax.models.config import CONFIGS, AnyDecoderConfig, GPTConfig, LlamaConfi
 from triax.models.layers import NextTokenLoss
 from triax.plugins.plan.layer_shapes import layers_of
 
-from training import Step, assert_steps_equal, microbatches, text_batches, train
+from support.training import Step, assert_steps_equal, microbatches, text_batches, train
 
 VOCABULARY, STEPS = 37, 2
 _SIZES: dict[str, Any] = {

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import triax
 
-from lora_runs import (
+from support.lora_runs import (
     Sizes,
     batch,
     engine_of,
@@ -59,7 +59,7 @@ CASES: list[Any] = [
 
 
 @pytest.mark.parametrize(("steps", "sizes", "case", "lora", "options"), CASES)
-def test_steps_equal_pefts(
+def test_dora_steps_are_those_of_peft(
     ranks: Callable[..., list[Any]],
     tmp_path: Path,
     steps: int,

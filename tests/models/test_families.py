@@ -28,9 +28,9 @@ from triax.models.layers import NextTokenLoss
 from triax.tensor_parallel import gather_logits
 from triax.tensor_parallel.plans import Column, Row
 
-from exact_norms import exact
-from paths import DOCS
-from toy_families import DENSE, HYBRIDS, MIXTURES, NOT_GENERATED, NOT_LISTED, NOT_SHARDED, VOCABULARY
+from support.exact_norms import exact
+from support.paths import DOCS
+from support.toy_families import DENSE, HYBRIDS, MIXTURES, NOT_GENERATED, NOT_LISTED, NOT_SHARDED, VOCABULARY
 
 CASES = DENSE | HYBRIDS
 Sizes = tuple[int, int, int]  # pipe, data, tensor
@@ -245,20 +245,20 @@ REPRESENTATIVE = ["mistral", "gemma2", "gpt_neox", "falcon", "qwen3_5_text", "ne
 REPRESENTATIVE += ["granite", "cohere2", "stablelm-norms", "opt-350m", "bloom", "nanochat"]
 
 
-def test_representative_families(ranks: Any, tmp_path: Path) -> None:
+def test_representative_families_load_as_in_transformers(ranks: Any, tmp_path: Path) -> None:
     check_loaded(ranks, tmp_path, REPRESENTATIVE, PIPE_AND_TENSOR)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 1, 2), PIPE_AND_TENSOR], ids=str)
-def test_load_and_save(ranks: Any, tmp_path: Path, sizes: Sizes) -> None:
+def test_every_family_loads_and_saves_as_transformers(ranks: Any, tmp_path: Path, sizes: Sizes) -> None:
     check_loaded(ranks, tmp_path, list(CASES), sizes)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_sequence_parallel(ranks: Any, tmp_path: Path) -> None:
+def test_every_family_runs_with_sequence_parallelism(ranks: Any, tmp_path: Path) -> None:
     check_loaded(ranks, tmp_path, list(CASES), (1, 1, 2), sequence_parallel=True)
 
 
@@ -291,7 +291,7 @@ def test_settings_that_their_blocks_alone_do_not_run_are_refused(case: str) -> N
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_generation(ranks: Any, tmp_path: Path) -> None:
+def test_every_family_generates_as_transformers(ranks: Any, tmp_path: Path) -> None:
     def on_four(*args: Any) -> Any:
         return ranks(4, generated, *args, timeout=300)[-1]
 
@@ -532,14 +532,14 @@ def test_the_table_in_the_docs() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_configurations_there_and_back(case: str) -> None:
+def test_the_configuration_of_a_family_survives_there_and_back(case: str) -> None:
     config = from_hf(make(case).config.to_dict())
     assert from_hf(to_hf(config)) == config
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
-def test_in_single_precision(case: str) -> None:
+def test_families_have_transformers_logits_in_fp32(case: str) -> None:
     model = make(case).float().eval()
     mine = PipelineModule(load_hf(model), grid=Grid()).eval()
     ids, _ = batch()

@@ -18,7 +18,7 @@ from triax.models.layers import TokenEmbedding
 from triax.pipe.module import PipelineModule
 from triax.pipe.spec import TiedLayerSpec
 
-from toys import error_text, token_batch
+from support.toys import error_text, token_batch
 
 # An uneven vocabulary, and a sequence shorter than the positions.
 CONFIG = GPTConfig(
@@ -119,7 +119,7 @@ def test_every_gradient_is_that_of_one_process(ranks: Any, size: int) -> None:
             assert abs(float(alone["loss"] - without["loss"])) > 1e-6  # something was dropped
 
 
-def test_a_packed_row_is_each_document_alone() -> None:
+def test_a_packed_row_of_gpt_is_each_document_alone() -> None:
     """Logits and gradients: 5 + 1 + 6 tokens in one row, and then each in a row of its own."""
     loss = GPTLoss(Grid(), CONFIG.vocab_size)
     ids, labels = batch(CONFIG, rows=1)
@@ -211,7 +211,7 @@ def test_gpt2_has_its_published_number_of_parameters(name: str, count: int) -> N
 
 @pytest.mark.parametrize("name", GPTConfig.presets())
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_parameter_count_is_that_of_the_built_model(name: str, tied: bool) -> None:
+def test_gpts_parameter_count_is_that_of_the_built_model(name: str, tied: bool) -> None:
     config = GPTConfig.preset(
         name, tie_word_embeddings=tied, num_hidden_layers=2
     )  # 2 layers show what any number would
@@ -307,12 +307,12 @@ def test_a_sequence_longer_than_the_positions() -> None:
         ({"dropout": 1.0}, "dropout = 1.0: give a number below 1"),
     ],
 )
-def test_a_config_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+def test_gpt_configurations_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GPTConfig(**changes)
 
 
-def test_an_unknown_preset_or_field_names_those_there_are() -> None:
+def test_an_unknown_gpt_preset_or_field_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"no preset 'gpt5'; known are gpt2"):
         GPTConfig.preset("gpt5")
     with pytest.raises(TypeError, match=r"GPTConfig has no field 'num_layers'; did you mean 'num_hidden_layers'\?"):

@@ -31,9 +31,9 @@ from triax.tensor_parallel import gather_logits
 from triax.train.file import read_training_file
 from triax.train.start import make_job
 
-from hub_cache import HubServer, cache_of, fill
-from huggingface_models import assert_bitwise, saved
-from tokenized import texts, write_json_lines
+from support.hub_cache import HubServer, cache_of, fill
+from support.huggingface_models import assert_bitwise, saved
+from support.tokenized import texts, write_json_lines
 
 ID, DATA = "tiny/llama-0.1", "tiny/stories"
 
@@ -125,7 +125,7 @@ def test_commands_and_training_take_an_id(tmp_path: Path, llama: Any, cache: Pat
     assert job.model == config_from_hf(folder)
 
 
-def test_tokenizers_of_ids(tmp_path: Path, llama: Any, cache: Path) -> None:
+def test_a_tokenizer_opens_by_the_hubs_id(tmp_path: Path, llama: Any, cache: Path) -> None:
     fill(cache, ID, llama[0])
     ours, theirs = open_tokenizer(ID), open_tokenizer(llama[0])
     assert ours.facts.fingerprint == theirs.facts.fingerprint and ours.facts.name == ID

@@ -27,8 +27,8 @@ from triax.models.huggingface.names import Fused, Names, Transposed, expand
 from triax.models.huggingface.save import save_hf
 from triax.models.llama import llama_layers
 
-from huggingface_models import _GPT2, _LLAMA, CASES, assert_bitwise, ids_of, logits_of, make, saved
-from paths import DOCS
+from support.huggingface_models import _GPT2, _LLAMA, CASES, assert_bitwise, ids_of, logits_of, make, saved
+from support.paths import DOCS
 
 MISTRAL: Names = {
     "layers.0.weight": "model.embed_tokens.weight",
@@ -98,7 +98,7 @@ def test_a_fused_tensor_of_a_family_that_is_not_listed() -> None:
         entries(table, {"model_type": "mine", "n_head": 6, "num_hidden_layers": 1})
 
 
-def test_errors_of_folders(tmp_path: Path) -> None:
+def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config.json does not exist, or is no file \(no such folder\)"):
         load_hf(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
@@ -124,7 +124,9 @@ def test_errors_of_folders(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_errors_of_configurations(family: str, change: dict[str, Any], complaint: str) -> None:
+def test_configurations_that_triax_cannot_compute_are_refused(
+    family: str, change: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(ValueError, match=complaint):
         config_from_hf(make(family, (_GPT2 if family == "GPT2" else _LLAMA) | {"vocab_size": 41} | change))
 
@@ -140,7 +142,7 @@ class _Fake:
         return self._weights
 
 
-def test_errors_of_weights() -> None:
+def test_missing_and_misshapen_weights_are_refused() -> None:
     model = make(*CASES["gpt2"])
     config, weights = model.config.to_dict(), dict(model.state_dict())
 
@@ -169,7 +171,7 @@ def test_errors_of_weights() -> None:
         load_hf(model, hollow)
 
 
-def test_errors_of_saving(tmp_path: Path) -> None:
+def test_saving_without_a_known_configuration_is_refused(tmp_path: Path) -> None:
     plain = triax.PipelineModule([nn.Linear(2, 3)], grid=Grid())
     with pytest.raises(
         ValueError, match=r"has no configuration that can be written. Pass save_hf\(model, path, config="
@@ -247,7 +249,7 @@ def test_what_fails_on_one_rank_fails_on_all(ranks: Any, tmp_path: Path) -> None
     assert first[2] == f"RuntimeError: on another rank: {second[2]}"
 
 
-def test_patterns() -> None:
+def test_patterns_of_weight_names_expand_for_each_layer() -> None:
     entries = expand({"a.{i+2}.*": Transposed("b.{i}.c.*"), "d.{n-1}": ("e", "f.{n}")}, 2)
     assert {ours: entry.theirs for ours, entry in entries.items()} == {
         "a.2.weight": ("b.0.c.weight",),
@@ -301,7 +303,7 @@ def run_program(source: str, sizes: list[str], folder: str) -> None:
         ("plan.py", []),
     ],
 )
-def test_the_docs_programs_run(ranks: Any, tmp_path: Path, name: str, sizes: list[str]) -> None:
+def test_the_programs_of_the_huggingface_page_run(ranks: Any, tmp_path: Path, name: str, sizes: list[str]) -> None:
     count = math.prod(map(int, sizes))
     ranks(count, run_program, programs()[name], sizes, str(tmp_path), timeout=60)
 
@@ -335,7 +337,7 @@ def test_the_docs_table_of_arguments_names_options() -> None:
             assert any(known == key or known.startswith(f"{key}.") for known in keys), key
 
 
-def test_the_docs_programs_are_all_run() -> None:
+def test_every_program_of_the_huggingface_page_is_run() -> None:
     assert list(programs()) == [
         *(
             "trainer.py",

@@ -189,7 +189,7 @@ def test_logits_are_the_models(case: str, attention: str) -> None:
     assert (total / count).item() == pytest.approx(theirs.loss.item(), rel=1e-6)
 
 
-def test_from_a_configuration(tmp_path: Path) -> None:
+def test_layers_of_a_configuration_draw_transformers_weights(tmp_path: Path) -> None:
     """Weights as transformers draws them, and a folder that it reads; then another model's weights into it."""
     for case in ("gpt2", "llama"):
         model = model_of(case).float()
@@ -221,7 +221,7 @@ def test_half_precision_leaves_frequencies_as_they_are(half: str) -> None:
         assert {p.dtype for p in each.parameters()} == {torch.bfloat16 if half == "bf16" else torch.float16}
 
 
-def test_what_is_refused() -> None:
+def test_hf_layers_refuses_families_and_options_it_lacks() -> None:
     import transformers
 
     with pytest.raises(ValueError, match=r"gpt2, llama, mistral, .* but the model is of the family 'bert'"):

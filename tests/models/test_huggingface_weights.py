@@ -23,7 +23,7 @@ from triax.models.layers import NextTokenLoss
 from triax.models.llama import llama_layers
 from triax.tensor_parallel import gather_logits
 
-from huggingface_models import _GPT2, _LLAMA, CASES, assert_bitwise, ids_of, logits_of, make, saved
+from support.huggingface_models import _GPT2, _LLAMA, CASES, assert_bitwise, ids_of, logits_of, make, saved
 
 Sizes = tuple[int, int, int]  # pipe, data, tensor
 
@@ -115,7 +115,7 @@ def check_round_trip(ranks: Any, tmp_path: Path, case: str, sizes: Sizes, stage:
         ("qwen3", (1, 1, 8), 1),
     ],
 )
-def test_there_and_back(ranks: Any, tmp_path: Path, case: str, sizes: Sizes, stage: int) -> None:
+def test_weights_load_and_save_bit_by_bit(ranks: Any, tmp_path: Path, case: str, sizes: Sizes, stage: int) -> None:
     """Logits to 1e-5 in float32, each rank reads its share to the byte, and saves bitwise what it loaded."""
     check_round_trip(ranks, tmp_path, case, sizes, stage)
 
@@ -131,7 +131,9 @@ def test_there_and_back_on_every_grid_of_8(ranks: Any, tmp_path: Path, case: str
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(12))
-def test_random_configurations(ranks: Any, tmp_path: Path, monkeypatch: Any, seed: int) -> None:
+def test_random_configurations_have_transformers_logits(
+    ranks: Any, tmp_path: Path, monkeypatch: Any, seed: int
+) -> None:
     draw = random.Random(seed)
     heads, tied = draw.choice([8, 9, 10, 12]), draw.random() < 0.5
     width, vocab = heads * draw.choice([2, 4, 6]), draw.randrange(31, 99)
@@ -262,7 +264,7 @@ def test_a_live_model_and_the_names_without_a_prefix(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(live.parameters(), bare.parameters(), strict=True))
 
 
-def test_double_precision_stays() -> None:
+def test_a_double_precision_model_stays_in_double_precision() -> None:
     model = make(*CASES["llama"]).double()
     mine = triax.PipelineModule(load_hf(model), grid=Grid()).eval()
     assert {parameter.dtype for parameter in mine.parameters()} == {torch.float64}
@@ -270,12 +272,12 @@ def test_double_precision_stays() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_configurations_there_and_back(case: str) -> None:
+def test_configurations_survive_there_and_back(case: str) -> None:
     config = from_hf(make(*CASES[case]).config.to_dict())
     assert from_hf(to_hf(config)) == config
 
 
-def test_llama_31s_rope(tmp_path: Path) -> None:
+def test_llama_31s_rope_has_transformers_logits(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     options = CASES["llama"][1] | {"rope_parameters": rope | {"original_max_position_embeddings": 8}}
     model = make("Llama", options)

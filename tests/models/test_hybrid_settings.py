@@ -66,6 +66,8 @@ def test_blocks_by_an_interval_or_by_their_numbers() -> None:
         (QWEN, {"linear_num_key_heads": 5}, "has 32 heads, which 5 does not divide"),
     ],
 )
-def test_what_is_refused(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+def test_settings_of_hybrids_that_triax_lacks_are_refused(
+    config: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=rf"config.json: .*{message}"):
         read(config, **changes)

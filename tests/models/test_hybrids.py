@@ -3,7 +3,7 @@ generation from the states of the cache is the forward pass of the whole sequenc
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -15,11 +15,11 @@ from triax.inference.decode_loop import layers_with_cache
 from triax.inference.kv_cache import KVCache
 from triax.models.config import DecoderConfig, config_from_fields
 from triax.models.decoder import decoder_layers
-from triax.models.layers import NextTokenLoss
 from triax.models.recurrent.sizes import DeltaNetSizes, Mamba2Sizes
 from triax.plugins.plan.layer_shapes import layers_of
 
-VOCABULARY, ROWS = 37, 4
+from support.decoder_runs import VOCABULARY, Job, Place, assert_equal_to_one_process
+
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 32,
@@ -61,124 +61,33 @@ CONFIGS = {
 }
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is computed: equal on every grid."""
-
-    config: str = "mamba"
-    length: int = 16
-    packed: bool = False
+def job(name: str, **options: Any) -> Job:
+    return Job(CONFIGS[name], scale=4.0, **options)
 
 
-@dataclass(frozen=True)
-class Place:
-    """On which grid, and how."""
-
-    grid: tuple[int, int, int, int] = (1, 1, 1, 1)  # pipe, data, context, tensor
-    sequence_parallel: bool = False
-    schedule: str = "1f1b"
-    stage: int = 0
-    recompute: str = ""
-
-    @property
-    def ranks(self) -> int:
-        pipe, data, context, tensor = self.grid
-        return pipe * data * context * tensor
-
-
-def batch(job: Job, step: int) -> tuple[Any, Tensor]:
-    generator = torch.Generator().manual_seed(7 + step)
-    ids = torch.randint(VOCABULARY, (ROWS, job.length), generator=generator)
-    labels = torch.randint(VOCABULARY, (ROWS, job.length), generator=generator)
-    labels[:, ::5] = -100
-    if not job.packed:
-        return ids, labels
-    return (ids, (torch.rand(ids.shape, generator=generator) < 0.2).cumsum(1)), labels
-
-
-def train(job: Job, place: Place) -> dict[str, Any]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        pipe, data, context, tensor = place.grid
-        grid = triax.Grid(pipe, data, tensor, context=context)
-        layers = decoder_layers(CONFIGS[job.config], sequence_parallel=place.sequence_parallel)
-        model = triax.PipelineModule(
-            layers, grid=grid, loss_fn=NextTokenLoss(grid, VOCABULARY), seed=3, partition="uniform"
-        )
-        for parameter in model.parameters():  # at their initial size the branches hardly matter
-            if parameter.dim() == 2:
-                parameter.data *= 4
-        settings: dict[str, Any] = {
-            "train_batch_size": ROWS,
-            "gradient_accumulation_steps": ROWS // data,
-            "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-            "gradient_clipping": 0.1,
-            "zero_optimization": {"stage": place.stage},
-            "pipeline": {"schedule": place.schedule},
-        }
-        if place.recompute:
-            settings["activation_checkpointing"] = {"granularity": place.recompute}
-        engine, *_ = triax.initialize(model=model, config=settings)
-        each = ROWS // data
-        for step in range(2):
-            inputs, labels = batch(job, step)
-            mine = range(grid.data.rank * each, (grid.data.rank + 1) * each)
-            rows = [
-                ((inputs[0][i : i + 1], inputs[1][i : i + 1]) if job.packed else inputs[i : i + 1], labels[i : i + 1])
-                for i in mine
-            ]
-            value = engine.train_batch(iter(rows))
-            if not step:
-                gradients, norm = engine.gather("gradients"), engine.get_global_grad_norm()
-        found = {"loss": float(value), "norm": norm, "gradients": gradients, "weights": engine.gather()}
-        return found if grid.rank == 0 else {}
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def run(cells: list[tuple[Job, Place]]) -> list[dict[str, Any]]:
-    return [train(*cell) for cell in cells]
-
-
-def check(ranks: Any, cells: list[tuple[Job, Place]]) -> None:
-    """Run all cells of a number of ranks in one job, and compare each with one process."""
-    alone = {job: train(job, Place()) for job in dict.fromkeys(job for job, _ in cells)}
-    for count in sorted({place.ranks for _, place in cells}):
-        mine = [cell for cell in cells if cell[1].ranks == count]
-        for (job, place), found in zip(mine, ranks(count, run, mine, timeout=250)[0], strict=True):
-            one = alone[job]
-            assert found["loss"] == pytest.approx(one["loss"], rel=1e-12), (job, place)
-            assert found["norm"] == pytest.approx(one["norm"], rel=1e-10), (job, place)
-            for what in ("gradients", "weights"):
-                assert found[what].keys() == one[what].keys()
-                for name, value in one[what].items():
-                    message = f"{what} {name}: {job} {place}: {{}}".format
-                    torch.testing.assert_close(found[what][name], value, rtol=1e-10, atol=1e-12, msg=message)
-
-
-def test_hybrids_on_grids(ranks: Any) -> None:
-    check(
+def test_hybrids_train_on_grids_as_on_one_process(ranks: Any) -> None:
+    assert_equal_to_one_process(
         ranks,
         [
-            (Job("delta", packed=True), Place((1, 1, 2, 1), stage=2)),
-            (Job("mamba-one-group", packed=True), Place((1, 1, 1, 2), sequence_parallel=True)),
-            (Job("mamba", length=13, packed=True), Place((2, 1, 2, 1), schedule="zb-h1", stage=1)),
-            (Job("delta-one-key", length=11), Place((1, 1, 2, 2), recompute="selective")),
-            (Job("mamba-three-groups", length=20, packed=True), Place((1, 1, 4, 1))),
+            (job("delta", packed=True), Place((1, 1, 2, 1), stage=2)),
+            (job("mamba-one-group", packed=True), Place((1, 1, 1, 2), sequence_parallel=True)),
+            (job("mamba", length=13, packed=True), Place((2, 1, 2, 1), schedule="zb-h1", stage=1)),
+            (job("delta-one-key", length=11), Place((1, 1, 2, 2), recompute="selective")),
+            (job("mamba-three-groups", length=20, packed=True), Place((1, 1, 4, 1))),
         ],
     )
 
 
 @pytest.mark.exhaustive
 def test_more_hybrids_on_grids(ranks: Any) -> None:
-    check(
+    assert_equal_to_one_process(
         ranks,
         [
-            (Job(), Place((1, 1, 2, 1))),
-            (Job("delta"), Place((1, 1, 1, 2), sequence_parallel=True)),
-            (Job("mamba"), Place((1, 2, 1, 1), stage=3)),
-            (Job("delta", length=26, packed=True), Place((1, 1, 4, 1), recompute="full")),
-            (Job("delta", packed=True), Place((1, 2, 2, 1), stage=3)),
+            (job("mamba"), Place((1, 1, 2, 1))),
+            (job("delta"), Place((1, 1, 1, 2), sequence_parallel=True)),
+            (job("mamba"), Place((1, 2, 1, 1), stage=3)),
+            (job("delta", length=26, packed=True), Place((1, 1, 4, 1), recompute="full")),
+            (job("delta", packed=True), Place((1, 2, 2, 1), stage=3)),
         ],
     )
 
@@ -188,12 +97,12 @@ def test_more_hybrids_on_grids(ranks: Any) -> None:
 @pytest.mark.parametrize("grid", [(2, 1, 2, 2), (1, 2, 2, 2), (1, 1, 4, 2), (2, 1, 4, 1), (1, 1, 1, 4)], ids=str)
 def test_every_hybrid_on_larger_grids(ranks: Any, grid: tuple[int, int, int, int]) -> None:
     cells = [
-        (Job(config, length, packed), Place(grid, sequence_parallel=length == 24, stage=1))
+        (job(config, length=length, packed=packed), Place(grid, sequence_parallel=length == 24, stage=1))
         for config in CONFIGS
         for length, packed in ((24, False), (21, True))
         if CONFIGS[config].linear_attention.heads >= grid[3]  # type: ignore[union-attr]
     ]
-    check(ranks, cells)
+    assert_equal_to_one_process(ranks, cells)
 
 
 # -------------------------------------------------------------------------------------------------- generation
@@ -213,7 +122,7 @@ def tokens(rows: int, length: int) -> Tensor:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_a_token_at_a_time_is_the_whole_sequence(name: str) -> None:
+def test_cached_hybrids_have_the_logits_of_the_whole_sequence(name: str) -> None:
     module, x = model(CONFIGS[name]), tokens(4, 13)
     whole, cache = module(x), KVCache(torch.device("cpu"))
     cache.reserve(6, 16)
@@ -306,7 +215,7 @@ def searched(name: str, beams: int) -> list[list[int]]:
     return found
 
 
-def test_generation(ranks: Any) -> None:
+def test_hybrids_generate_the_same_on_grids(ranks: Any) -> None:
     assert generated("delta", (1, 1, 1, 1), 1) == greedy("delta")
     assert generated("mamba", (1, 1, 1, 1), 3) == searched("mamba", 3)  # states are copied from slot to slot
     for found in ranks(2, generated, "mamba", (1, 1, 2, 1), 1):  # prompts in parts
@@ -325,7 +234,7 @@ def test_a_configuration_counts_its_parameters_and_is_rebuilt(name: str) -> None
     assert config_from_fields("DecoderConfig", asdict(config)) == config
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_hybrid_configurations_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="linear_attention is None, but layer_types has 2 blocks"):
         replace(DELTA, linear_attention=None)
     with pytest.raises(ValueError, match="but layer_types has 0 blocks"):

@@ -24,9 +24,9 @@ from triax.models.llama import LlamaLoss, llama_layers
 from triax.pipe.module import PipelineModule
 from triax.pipe.spec import TiedLayerSpec
 
-from paths import DOCS
-from reference import llama_logits, rms_norm
-from toys import token_batch
+from support.paths import DOCS
+from support.reference import llama_logits, rms_norm
+from support.toys import token_batch
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-11}  # gradients here reach 15
 
@@ -205,7 +205,7 @@ def test_it_computes_what_transformers_computes(name: str) -> None:
 # ------------------------------------------------------------------------------------------- packed rows
 
 
-def test_a_packed_row_is_each_document_alone() -> None:
+def test_a_packed_row_of_llama_is_each_document_alone() -> None:
     """Logits and gradients: 5 + 1 + 6 tokens in one row, and then each in a row of its own."""
     for name in ("llama", "qwen3"):
         config = CONFIGS[name]
@@ -243,13 +243,13 @@ def test_a_packed_row_is_each_document_alone() -> None:
         ("qwen3-0.6b", 596_049_920),
     ],
 )
-def test_published_numbers_of_parameters(name: str, count: int) -> None:
+def test_llama_presets_have_the_published_parameter_counts(name: str, count: int) -> None:
     assert LlamaConfig.preset(name).parameter_count == count
 
 
 @pytest.mark.parametrize("name", LlamaConfig.presets())
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_parameter_count_is_that_of_the_built_model(name: str, tied: bool) -> None:
+def test_llamas_parameter_count_is_that_of_the_built_model(name: str, tied: bool) -> None:
     config = LlamaConfig.preset(
         name, tie_word_embeddings=tied, num_hidden_layers=2
     )  # 2 layers show what any number would
@@ -259,7 +259,7 @@ def test_the_parameter_count_is_that_of_the_built_model(name: str, tied: bool) -
     assert sum(p.numel() for layer in layers for p in layer.parameters()) == config.parameter_count
 
 
-def test_initial_values() -> None:
+def test_llamas_initial_values_have_their_distributions() -> None:
     config = LlamaConfig.preset("llama-small", hidden_size=256, qkv_bias=True, qk_norm=True)
     model = PipelineModule(llama_layers(config), grid=Grid())
     for placed in model.local_parameters():
@@ -312,7 +312,7 @@ def test_the_list_of_layers_and_names() -> None:
         ({"dropout": 1.0}, "dropout = 1.0: give a number below 1"),
     ],
 )
-def test_a_config_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+def test_llama_configurations_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LlamaConfig(**changes)
 
@@ -335,7 +335,7 @@ def test_a_tensor_axis_that_is_too_large() -> None:
         LlamaConfig(hidden_size=32, num_attention_heads=4, intermediate_size=3).check_tensor(4)
 
 
-def test_an_unknown_preset_or_field_names_those_there_are() -> None:
+def test_an_unknown_llama_preset_or_field_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"no preset 'llama9'; known are .*llama"):
         LlamaConfig.preset("llama9")
     with pytest.raises(TypeError, match=r"LlamaConfig has no field 'depth'; known are vocab_size"):
@@ -369,11 +369,11 @@ def run_program(source: str, sizes: list[str]) -> None:
         ("own.py", ["1", "1", "4"]),
     ],
 )
-def test_the_docs_programs_run(ranks: Any, name: str, sizes: list[str]) -> None:
+def test_the_programs_of_the_models_page_run(ranks: Any, name: str, sizes: list[str]) -> None:
     ranks(math.prod(map(int, sizes)), run_program, programs()[name], sizes, timeout=60)
 
 
-def test_the_docs_programs_are_all_run() -> None:
+def test_every_program_of_the_models_page_is_run() -> None:
     assert list(programs()) == [
         *("tiny_llama.py", "presets.py", "hybrid.py", "mtp.py", "packed.py", "own.py", "replaced.py"),
     ]

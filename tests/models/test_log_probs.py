@@ -16,8 +16,8 @@ from triax import Grid, LogProbsLoss
 from triax.engine.monitor.profiler.memory_meter import MemoryMeter
 from triax.pipe.chunked_loss import LastLayer
 
-from toys import same
-from training import tiny_gpt
+from support.toys import same
+from support.training import tiny_gpt
 
 VOCABULARY, PAIRS, LENGTH, CHUNK = 37, 4, 8, 3
 
@@ -105,7 +105,7 @@ def test_a_loss_of_whole_sequences_in_chunks(
             same(gradients[name], gradient, atol=1e-13)
 
 
-def test_bytes_are_those_of_two_chunks() -> None:
+def test_log_probabilities_hold_the_bytes_of_two_chunks() -> None:
     tokens, width, vocabulary, chunk = 4096, 8, 1000, 128
     head = nn.Linear(width, vocabulary, bias=False, dtype=torch.float64)
     x = torch.randn(2, tokens // 2, width, dtype=torch.float64, requires_grad=True)

@@ -22,8 +22,8 @@ from triax.models.huggingface.adapters import CARRIED, HARMLESS, peft_options
 from triax.models.layers import NextTokenLoss
 from triax.tensor_parallel.embedding import gather_logits
 
-from exact_norms import exact
-from lora_runs import (
+from support.exact_norms import exact
+from support.lora_runs import (
     EPS,
     EVERY,
     LR,
@@ -48,8 +48,8 @@ from lora_runs import (
     step,
     train,
 )
-from paths import DOCS
-from readme_blocks import programs
+from support.paths import DOCS
+from support.readme_blocks import programs
 
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 GPT2_SOME = SOME | {"target_modules": ["c_attn", "mlp.c_proj"]}
@@ -169,7 +169,7 @@ def resume(folder: Path, out: Path, tag: str, sizes: Sizes, **options: Any) -> t
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tag", ["all", "adapters"])
-def test_a_checkpoint_resumes_on_another_grid(ranks: Callable[..., list[Any]], tmp_path: Path, tag: str) -> None:
+def test_a_lora_checkpoint_resumes_on_another_grid(ranks: Callable[..., list[Any]], tmp_path: Path, tag: str) -> None:
     """Also one of the adapters alone, over the same frozen weights."""
     folder, out = saved(tmp_path / "model", "llama"), tmp_path / "checkpoints"
     loss, end = ranks(4, save_then_go_on, folder, out, (2, 1, 2), stage=1)[0]

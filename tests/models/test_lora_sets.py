@@ -16,7 +16,7 @@ from triax.grid import Grid
 from triax.models.layers import NextTokenLoss
 from triax.tensor_parallel.embedding import gather_logits
 
-from lora_runs import (
+from support.lora_runs import (
     EPS,
     LR,
     VOCAB,

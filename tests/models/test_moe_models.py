@@ -33,10 +33,10 @@ from triax.models.mixtral import mixtral_layers
 from triax.tensor_parallel import gather_logits
 from triax.testing.pool import RankFailure
 
-from exact_norms import exact
-from paths import DOCS
-from toy_families import COMMON, VOCABULARY
-from toy_families import MIXTURES as CASES
+from support.exact_norms import exact
+from support.paths import DOCS
+from support.toy_families import COMMON, VOCABULARY
+from support.toy_families import MIXTURES as CASES
 
 ROWS, LENGTH = 4, 14
 
@@ -203,7 +203,7 @@ def same_as(folder: Path, tensors: dict[str, Tensor], cell: Cell, exactly: bool 
         torch.testing.assert_close(found, tensor, rtol=bounds[0], atol=bounds[1], msg=f"{cell} {name}: {{}}".format)
 
 
-def test_there_and_back(ranks: Any, tmp_path: Path) -> None:
+def test_weights_of_moe_models_load_and_save_bit_by_bit(ranks: Any, tmp_path: Path) -> None:
     """Logits and gradients to 1e-10; each rank reads its share to the byte, and saves bitwise what it loaded."""
     check(
         ranks,
@@ -251,7 +251,7 @@ def test_a_live_model_in_single_precision(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_configurations_there_and_back(case: str) -> None:
+def test_configurations_of_moe_models_survive_there_and_back(case: str) -> None:
     config = config_from_hf(make(case))
     assert from_hf(to_hf(config)) == config
     with torch.device("meta"):
@@ -282,7 +282,7 @@ GENERATING += ["deepseek_v2-yarn", "deepseek_v3"]
 
 
 @pytest.mark.parametrize("case", GENERATING)
-def test_generation(tmp_path: Path, case: str) -> None:
+def test_moe_models_generate_as_transformers(tmp_path: Path, case: str) -> None:
     check_generation(tmp_path, case, generated, (1, 1, 1))
 
 
@@ -353,7 +353,7 @@ def test_transformers_own_blocks_have_no_chunks_over_the_context_axis(ranks: Any
 
 
 @pytest.mark.parametrize("case", ["gpt_oss", "llama4_text", "llama4_text-mixed"])
-def test_packed_rows(case: str) -> None:
+def test_packed_rows_of_moe_models_are_each_document_alone(case: str) -> None:
     """Sinks, chunks and temperatures of packed documents are those of the documents one by one."""
     model = triax.PipelineModule(load_hf(make(case)), grid=Grid(), dtype=torch.float64)
     ids, _ = batch()
@@ -489,7 +489,7 @@ def of(case: str, **keys: Any) -> Any:
         (lambda: from_hf(to_hf(DEEPSEEK) | {"quantization_config": {}}), "quantization_config={}"),
     ],
 )
-def test_what_is_refused(call: Any, message: str) -> None:
+def test_moe_models_refuse_options_they_lack(call: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         call()
 
@@ -503,7 +503,7 @@ def test_a_bias_for_the_selection_that_a_family_lacks(tmp_path: Path) -> None:
         save_hf(model, tmp_path / "bias")
 
 
-def test_published_numbers_of_parameters() -> None:
+def test_moe_presets_have_the_published_parameter_counts() -> None:
     """Of the released weights, as the model cards say: 46.7, 30.5, 6.9, 15.7, 236 and 671 billion."""
     counts = {name: MixtralConfig.preset(name).parameter_count for name in MixtralConfig.presets()}
     counts |= {name: DeepseekConfig.preset(name).parameter_count for name in DeepseekConfig.presets()}
@@ -516,7 +516,7 @@ def test_published_numbers_of_parameters() -> None:
 
 
 @pytest.mark.parametrize("config", [CONFIG, DEEPSEEK, replace(DEEPSEEK, rope_scaling=YarnScaling())], ids=str)
-def test_fields_of_checkpoints(config: Any) -> None:
+def test_a_configuration_is_read_from_a_checkpoints_fields(config: Any) -> None:
     saved = json.loads(json.dumps(asdict(config)))
     assert config_from_fields(type(config).__name__, saved) == config
 
@@ -546,7 +546,7 @@ def test_every_family_has_an_entry_point() -> None:
 
 
 @pytest.mark.parametrize("config", [CONFIG, DEEPSEEK, "gpt_oss", "glm4_moe"], ids=str)
-def test_a_checkpoint_is_exported(tmp_path: Path, config: Any) -> None:
+def test_a_moe_checkpoint_is_exported_in_transformers_names(tmp_path: Path, config: Any) -> None:
     """Weights and biases under transformers' names; the loads of the step before are left out."""
     import transformers
 

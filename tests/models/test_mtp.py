@@ -21,12 +21,12 @@ from triax.models.config import DeepseekConfig
 from triax.models.huggingface.load import config_from_hf
 from triax.plugins.plan.layer_shapes import layers_of
 
-import mtp_reference
-from exact_norms import exact
-from paths import DOCS
-from processes import program
-from readme_blocks import blocks, programs
-from toys import same
+from support import mtp_reference
+from support.exact_norms import exact
+from support.paths import DOCS
+from support.processes import program
+from support.readme_blocks import blocks, programs
+from support.toys import same
 
 ROWS, LENGTH, FACTOR = 4, 9, 0.3
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
@@ -173,7 +173,7 @@ def test_an_evaluation_is_of_the_model_alone(tmp_path: Path) -> None:
     assert loss == pytest.approx(terms["main"], rel=1e-10) and metrics == pytest.approx(terms, rel=1e-10)
 
 
-def test_parameters_are_counted() -> None:
+def test_multi_token_layers_count_in_the_parameters() -> None:
     config = DeepseekConfig.preset("deepseek-tiny", num_nextn_predict_layers=2)
     layers = deepseek_layers(config)
     module = triax.PipelineModule(layers, grid=Grid(), device="meta")

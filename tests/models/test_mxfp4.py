@@ -19,8 +19,8 @@ from triax.models.huggingface.reader import open_source
 from triax.models.mixtral import mixtral_layers
 from triax.tensor_parallel import gather_logits
 
-from exact_norms import exact
-from toy_families import COMMON, MIXTURES, VOCABULARY
+from support.exact_norms import exact
+from support.toy_families import COMMON, MIXTURES, VOCABULARY
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 

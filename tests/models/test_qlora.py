@@ -16,7 +16,7 @@ from triax.grid import Grid
 from triax.models.layers import NextTokenLoss
 from triax.tensor_parallel.nf4 import NF4
 
-from lora_runs import (
+from support.lora_runs import (
     EPS,
     LR,
     VOCAB,
@@ -159,7 +159,7 @@ def resume(folder: Path, out: Path, sizes: Sizes, form: str, tag: str) -> tuple[
 
 
 @pytest.mark.parametrize("tag", ["all", pytest.param("adapters", marks=pytest.mark.exhaustive)])
-def test_a_checkpoint_resumes_on_another_grid(ranks: Callable[..., list[Any]], tmp_path: Path, tag: str) -> None:
+def test_a_qlora_checkpoint_resumes_on_another_grid(ranks: Callable[..., list[Any]], tmp_path: Path, tag: str) -> None:
     folder, out = saved(tmp_path / "model", "wide"), tmp_path / "checkpoints"
     loss, end = ranks(4, save_in, folder, out, (2, 1, 2), "nf4-double")[0]
     again, found, refused = ranks(2, resume, folder, out, (1, 1, 2), "nf4-double", tag)[0]

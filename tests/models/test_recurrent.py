@@ -21,7 +21,7 @@ from triax.models.recurrent.mamba2 import Mamba2
 from triax.models.recurrent.sizes import DeltaNetSizes, Mamba2Sizes
 from triax.models.recurrent.state_space import state_space
 
-from exact_norms import exact
+from support.exact_norms import exact
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 ROWS, LENGTH, GROUPS, SHARED, KEYS, VALUES = 2, 24, 2, 3, 4, 5

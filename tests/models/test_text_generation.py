@@ -16,8 +16,8 @@ from triax.data.byte_tokenizer import ByteTokenizer
 from triax.models.huggingface.config import from_hf
 from triax.models.huggingface.folder_settings import settings_with_end
 
-from proved import settings
-from toy_families import DENSE, HYBRIDS, MIXTURES
+from laws.proved import settings
+from support.toy_families import DENSE, HYBRIDS, MIXTURES
 
 # Those with a model in transformers: kimi_k2 has none, and deepseek_v32 is read in its dense form.
 FAMILIES = sorted({family for family, _ in (DENSE | HYBRIDS).values()} | {case.split("-")[0] for case in MIXTURES})

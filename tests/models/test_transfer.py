@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import triax
 from triax.models.config import LlamaConfig
 
-from processes import free_port
+from support.processes import free_port
 
 SHAPE: dict[str, Any] = {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}

@@ -17,8 +17,8 @@ from triax.models.huggingface.config import entries
 from triax.models.huggingface.save import save_hf, wrapping
 from triax.models.huggingface.vision_layers import VisionBlock, VisionEmbedding
 
-from exact_norms import exact
-from vision_models import CASES, IMAGE, IMAGES, make, microbatch, on_one_process, sums
+from support.exact_norms import exact
+from support.vision_models import CASES, IMAGE, IMAGES, make, microbatch, on_one_process, sums
 
 Sizes = tuple[int, int, int, int]  # pipe, data, context, tensor
 LR = 0.5
@@ -168,7 +168,7 @@ def test_a_folder_with_the_names_of_older_transformers(tmp_path: Path) -> None:
         assert torch.equal(mine(given, input_ids=given["input_ids"]), model(**given).logits)
 
 
-def test_from_a_configuration(tmp_path: Path) -> None:
+def test_vision_models_draw_transformers_weights(tmp_path: Path) -> None:
     """Weights as transformers draws them."""
     import transformers
 
@@ -256,7 +256,7 @@ def test_adapters_of_the_language_model_equal_pefts(ranks: Any, tmp_path: Path, 
             torch.testing.assert_close(gradient, grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_what_is_refused() -> None:
+def test_vision_models_refuse_options_they_lack() -> None:
     import transformers
 
     config = make("clip-llama").config

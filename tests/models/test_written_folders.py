@@ -18,7 +18,7 @@ from torch import Tensor
 
 import triax
 
-from failing_disk import disturbed
+from support.failing_disk import disturbed
 
 LEFT = (".new", ".old", ".ready")
 

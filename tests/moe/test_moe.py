@@ -14,9 +14,9 @@ from triax.grid.randomness.random import seeded
 from triax.moe import MoE, grouped
 from triax.moe.experts import clamped_swiglu
 
-from moe_reference import reference
-from paths import ROOT
-from readme_blocks import programs
+from support.moe_reference import reference
+from support.paths import ROOT
+from support.readme_blocks import programs
 
 B, T, D, E, K, W = 4, 8, 6, 4, 2, 4
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -289,7 +289,7 @@ def test_dispatch_sends_each_token_once_to_each_of_its_experts(ranks: Any) -> No
     assert all(set(found["all"]) == {"expert"} for found, _, _ in every)
 
 
-def test_the_program_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_of_the_moe_page_reports_the_balance(capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = programs((ROOT / "docs" / "moe.md").read_text()).values()
     exec(compile(program, "docs/moe.md", "exec"), {"__name__": "__main__"})
     assert "layers.0.moe.balance" in capsys.readouterr().out

@@ -27,7 +27,7 @@ from triax.moe.grouped import Groups, grouped_linear, grouped_mlp
 from triax.pipe.backward import SplitBackward, deferring
 from triax.pipe.spec import LayerSpec
 
-from moe_reference import reference
+from support.moe_reference import reference
 
 D, E, K, W, ROWS, T = 6, 4, 2, 4, 8, 4
 OPTIONS: dict[str, Any] = {"z_loss": 0.01, "balance_coefficient": 0.1, "bias_rate": 0.05}
@@ -211,7 +211,7 @@ def equal(found: dict[str, Any], alone: dict[str, Any], what: Any) -> None:
 
 
 @pytest.mark.parametrize("size", list(CASES))
-def test_every_grid_gives_the_numbers_of_one_process(ranks: Any, alone: list[dict[str, Any]], size: int) -> None:
+def test_every_grid_of_experts_trains_as_one_process(ranks: Any, alone: list[dict[str, Any]], size: int) -> None:
     cells = [(case, options) for case in CASES[size] for options in KINDS]
     for found in ranks(size, run, cells, timeout=120):
         for (case, options), got in zip(cells, found, strict=True):

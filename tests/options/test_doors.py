@@ -20,7 +20,7 @@ from triax.options.base import walk
 from triax.options.engine import EngineOptions
 from triax.plugins.gradient_compression import PowerSGD
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 BASE = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "optimizer": SGD}

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from paths import ROOT
+from support.paths import ROOT
 
 FIELD = '    shine: int = option(3, "Shine of the weights.", least=1)\n'
 PROGRAM = """

@@ -20,7 +20,7 @@ from triax.grid.comm.spans import OpenSpan
 from triax.pipe.chunked_loss import LastLayer, loss_in_chunks
 from triax.testing.pool import RankFailure
 
-from training import microbatches, text_batches, tiny_gpt
+from support.training import microbatches, text_batches, tiny_gpt
 
 VOCABULARY, SAMPLES, LENGTH, CHUNK = 37, 8, 8, 3
 Found = tuple[float, float, dict[str, Tensor]]
@@ -168,7 +168,7 @@ def test_own_terms_and_metrics_in_chunks(ranks: Any, axes: dict[str, int], sched
             assert close(chunked[2][name], gradient), name
 
 
-def test_bytes_are_those_of_two_chunks() -> None:
+def test_a_chunked_loss_holds_the_bytes_of_two_chunks() -> None:
     tokens, width, vocabulary, chunk = 4096, 8, 1000, 128
     grid, head = Grid(), nn.Linear(width, vocabulary, bias=False, dtype=torch.float64)
     x = torch.randn(2, tokens // 2, width, dtype=torch.float64, requires_grad=True)
@@ -250,7 +250,7 @@ def train_with_a_mean() -> None:
     engine.train_batch(microbatches(grid, text_batches(VOCABULARY, 2, LENGTH, 1)))
 
 
-def test_mistakes_are_refused(ranks: Any) -> None:
+def test_chunked_losses_with_mistakes_are_refused(ranks: Any) -> None:
     with pytest.raises(RankFailure, match=r"loss_fn returned a mean for a chunk of the tokens.*return a pair"):
         ranks(2, train_with_a_mean)
     halves = triax.chunked(lambda logits, labels: Loss({"all": (logits.sum(), 1.0)}, {}, {"half": logits.mean()}), 2)

@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from command_line import run_triax
 from typer.testing import CliRunner
 
 from triax.cli.main import app
@@ -20,7 +19,8 @@ from triax.pipe.program.schedule import Schedule
 from triax.pipe.program.simulate import simulate
 from triax.pipe.schedules.choose import make_schedule
 
-from paths import DOCS
+from support.command_line import run_triax
+from support.paths import DOCS
 
 SCHEDULES = [("1f1b", 4, 6, 1), ("gpipe", 3, 4, 1), ("interleaved", 4, 8, 2), ("zb-h1", 4, 8, 1), ("zb-v", 3, 6, 2)]
 

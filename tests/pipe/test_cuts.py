@@ -162,7 +162,7 @@ def test_json_is_read_as_it_was_written(tmp_path: Any) -> None:
         ({"layers": [{"forward": 1, "name": 3}]}, "the name of a layer"),
     ],
 )
-def test_refusals_of_costs(data: dict[str, Any], words: str) -> None:
+def test_layer_costs_that_cannot_be_are_refused(data: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as error:
         LayerCosts.from_json(data)
     assert words in str(error.value)

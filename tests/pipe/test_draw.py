@@ -23,8 +23,8 @@ from triax.pipe.program.timeline import Span, Timeline
 from triax.pipe.schedules.choose import make_schedule
 from triax.pipe.schedules.registry import RECIPES
 
-from paths import DOCS
-from readme_blocks import blocks, programs
+from support.paths import DOCS
+from support.readme_blocks import blocks, programs
 
 
 def plain(subject: object) -> list[str]:

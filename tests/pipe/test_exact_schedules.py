@@ -6,13 +6,14 @@ import random
 from typing import NamedTuple
 
 import pytest
-from exact_schedules import Exact, solve
 
 from triax.pipe.program.costs import Costs
 from triax.pipe.program.placement import loop, zigzag
 from triax.pipe.program.simulate import simulate
 from triax.pipe.program.verify import verify
 from triax.pipe.schedules.search import find_schedule
+
+from support.exact_schedules import Exact, solve
 
 
 class Case(NamedTuple):

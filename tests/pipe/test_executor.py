@@ -17,7 +17,7 @@ from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec, make_schedule,
 from triax.base.deferred import Deferred
 from triax.pipe.backward import SplitBackward, deferring
 
-from toys import summed_loss
+from support.toys import summed_loss
 
 WIDTH, MICROBATCHES = 6, 4
 Pair = tuple[Any, Tensor]

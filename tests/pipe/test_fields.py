@@ -18,7 +18,7 @@ from triax import Grid, LayerSpec, PipelineEngine, TiedLayerSpec
 from triax.base.errors import AgreedError
 from triax.testing.pool import RankFailure
 
-from training import microbatches, text_batches, tiny_gpt
+from support.training import microbatches, text_batches, tiny_gpt
 
 VOCABULARY, SAMPLES, LENGTH, STEPS = 37, 8, 8, 2
 SGD = partial(torch.optim.SGD, lr=0.1)

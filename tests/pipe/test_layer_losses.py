@@ -317,7 +317,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("pipe", [1, 2])
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_refused_on_every_rank(ranks: Any, mistake: str, pipe: int) -> None:
+def test_wrong_losses_of_layers_are_refused_on_every_rank(ranks: Any, mistake: str, pipe: int) -> None:
     with pytest.raises(RankFailure, match=MISTAKES[mistake]) as failure:
         ranks(pipe, mistaken, mistake, pipe)
     for rank in range(pipe):

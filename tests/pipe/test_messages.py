@@ -19,7 +19,7 @@ from triax import Grid, PipelineModule
 from triax.base.nest import map_tensors
 from triax.pipe.schema import Schema, flatten, unflatten
 
-from toys import error_text, same
+from support.toys import error_text, same
 
 transformers = pytest.importorskip("transformers")
 BaseModelOutput = transformers.modeling_outputs.BaseModelOutput

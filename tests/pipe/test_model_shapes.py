@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import triax
 from triax import Grid
 
-from paths import DOCS
-from readme_blocks import programs
+from support.paths import DOCS
+from support.readme_blocks import programs
 
 SAMPLES = 16
 

@@ -19,10 +19,10 @@ import triax
 from triax import Grid, Loss, NextTokenLoss
 from triax.testing.pool import RankFailure
 
-import five_axes
-from five_axes import Job, Place
-from module_training import net
-from training import microbatches, text_batches, tiny_gpt
+from support import five_axes
+from support.five_axes import Job, Place
+from support.module_training import net
+from support.training import microbatches, text_batches, tiny_gpt
 
 VOCABULARY, SAMPLES, LENGTH, STEPS = 37, 8, 8, 2
 FACTORS = {"even": 0.5, "rare": 2.0}
@@ -299,7 +299,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_refused_on_every_rank(ranks: Any, mistake: str) -> None:
+def test_wrong_named_losses_are_refused_on_every_rank(ranks: Any, mistake: str) -> None:
     with pytest.raises(RankFailure, match=MISTAKES[mistake]) as failure:
         ranks(2, mistaken, mistake)
     for rank in range(2):

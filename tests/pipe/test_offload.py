@@ -40,7 +40,7 @@ from triax.pipe.schedules.fitting import find_fitting
 from triax.pipe.schedules.search import find_schedule
 from triax.testing.strategies import schedules
 
-from toys import error_text, random_pair, summed_loss
+from support.toys import error_text, random_pair, summed_loss
 
 NAMES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "v-half")
 VOCABULARY, LENGTH, SAMPLES = 37, 6, 12
@@ -239,7 +239,7 @@ def runs(schedule: Schedule) -> bool:
 
 
 @pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 2300), marks=pytest.mark.exhaustive)])
-def test_verify_accepts_what_runs_and_no_more(seeds: range) -> None:
+def test_verify_accepts_the_offload_orders_that_run_alone(seeds: range) -> None:
     accepted = 0
     for seed in seeds:
         schedule, reason = mutant(seed), ""

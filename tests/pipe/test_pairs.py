@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import run_triax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -39,9 +38,10 @@ from triax.pipe.program.simulate import timeline_of
 from triax.pipe.program.timeline import busy
 from triax.testing.strategies import schedules
 
-import five_axes
-from five_axes import Job, Place, differences
-from toys import error_text, summed_loss
+from support import five_axes
+from support.command_line import run_triax
+from support.five_axes import Job, Place, differences
+from support.toys import error_text, summed_loss
 
 NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "stp")
 VOCABULARY, LENGTH, SAMPLES = 37, 8, 16

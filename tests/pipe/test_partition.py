@@ -24,7 +24,7 @@ def best_maximum(weights: list[float], parts: int) -> float:
 @pytest.mark.parametrize(
     ("layers", "parts", "cuts"), [(30, 4, [0, 8, 16, 23, 30]), (4, 4, [0, 1, 2, 3, 4]), (5, 1, [0, 5])]
 )
-def test_uniform(layers: int, parts: int, cuts: list[int]) -> None:
+def test_uniform_partitions_give_equal_counts_of_layers(layers: int, parts: int, cuts: list[int]) -> None:
     assert uniform(layers, parts) == cuts
 
 
@@ -45,12 +45,12 @@ def test_balanced_spreads_what_the_largest_stage_leaves_free() -> None:
     assert loads([1.0] * 30, balanced([1.0] * 30, 4)).count(7.0) == 2
 
 
-def test_balanced_scales() -> None:
+def test_500_layers_are_balanced_over_64_stages() -> None:
     cuts = balanced([float(i % 7 + 1) for i in range(500)], 64)
     assert len(cuts) == 65
 
 
-def test_methods() -> None:
+def test_each_partition_method_cuts_by_its_rule() -> None:
     names = ["Embedding", "Block", "Block", "Block", "Block", "Head"]
     weights = [100.0, 1.0, 1.0, 1.0, 1.0, 100.0]
     assert boundaries("uniform", 2, names, lambda: weights) == [0, 3, 6]

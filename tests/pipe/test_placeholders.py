@@ -16,7 +16,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 
-from resident import Growth, own_pages, status
+from support.resident import Growth, own_pages, status
 
 WIDTH, SAMPLES = 8, 8
 

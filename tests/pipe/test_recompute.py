@@ -16,7 +16,7 @@ from triax.grid.randomness.random import Dropout
 from triax.pipe.recompute.frame import State
 from triax.pipe.recompute.recompute import Recompute
 
-from recompute_layers import counting, runs
+from support.recompute_layers import counting, runs
 
 
 class Noise(nn.Module):

@@ -18,7 +18,7 @@ from triax.pipe.recompute.recompute import Recompute
 from triax.pipe.schedules.registry import RECIPES
 from triax.testing.pool import RankFailure
 
-from paper_formulas import gpt_activations, paper_activations
+from support.paper_formulas import gpt_activations, paper_activations
 
 SAMPLES, LENGTH, VOCABULARY = 8, 6, 37
 
@@ -117,7 +117,9 @@ def test_gradients_on_a_grid(ranks: Any, grid: tuple[int, int, int]) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda s: "-".join(map(str, s.values())))
 @pytest.mark.parametrize("grid", [(2, 2, 1), (2, 2, 2), (4, 1, 2), (1, 2, 4)], ids=lambda g: "x".join(map(str, g)))
-def test_gradients_everywhere(ranks: Any, grid: tuple[int, int, int], section: dict[str, Any]) -> None:
+def test_recomputed_gradients_are_exact_on_every_grid(
+    ranks: Any, grid: tuple[int, int, int], section: dict[str, Any]
+) -> None:
     names = [
         (name, chunks)
         for name, recipe in RECIPES.items()
@@ -300,7 +302,7 @@ def test_counted_activations_are_the_formulas(ranks: Any, tensor: int, precision
         assert dict(zip(map(str, cells), counted, strict=True)) == dict(zip(map(str, cells), wanted, strict=True))
 
 
-def test_the_papers_table() -> None:
+def test_activation_bytes_are_those_of_korthikantis_table() -> None:
     """Korthikanti et al. 2022, table 2, and what is ours and what theirs of it."""
     shape, sbh = (1, 2048, 12288, 96), 2048 * 12288
     assert paper_activations(*shape) == sbh * (34 + 5 * 96 * 2048 / 12288)
@@ -347,7 +349,9 @@ def report(section: dict[str, Any], schedule: str, shards: bool) -> list[int]:
 @pytest.mark.parametrize(
     ("schedule", "microbatches"), [pytest.param("gpipe", (4, 4), marks=pytest.mark.exhaustive), ("1f1b", (2, 1))]
 )
-def test_an_engines_count(ranks: Any, schedule: str, microbatches: tuple[int, int]) -> None:
+def test_an_engine_holds_the_activation_bytes_of_the_formula(
+    ranks: Any, schedule: str, microbatches: tuple[int, int]
+) -> None:
     """Two blocks on each of two stages, whose activations are held for as many microbatches as the schedule has."""
     cases: list[tuple[dict[str, Any], bool, dict[str, Any], int]] = [
         ({}, False, {"recompute": "none"}, 2),

@@ -18,10 +18,10 @@ from triax.base.errors import ConfigError
 from triax.pipe.recompute.kept_inputs import Inputs
 from triax.pipe.recompute.recompute import shares
 
-from recompute_layers import Counts, counting, runs
+from support.recompute_layers import Counts, counting, runs
 
 
-def test_groups() -> None:
+def test_recomputed_groups_of_layers_follow_the_interval() -> None:
     assert [g[:3] for g in counting(2).recompute.groups(counting(2), 0)] == [(0, 2, True), (2, 4, True), (4, 5, True)]
     assert [g[:3] for g in counting(0).recompute.groups(counting(0), 0)] == [(0, 5, False)]
     layers: list[Any] = [
@@ -171,7 +171,7 @@ def configured(section: dict[str, Any], interval: int = 0, grid: Grid | None = N
         ({"intervall": 1}, 0, "did you mean 'interval'"),
     ],
 )
-def test_contradictions(section: dict[str, Any], interval: int, message: str) -> None:
+def test_recompute_options_that_contradict_are_refused(section: dict[str, Any], interval: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configured(section, interval)
 
@@ -211,7 +211,7 @@ def test_which_layers_each_key_recomputes() -> None:
     assert groups({"granularity": "matmul", "interval": 2}) == groups({"granularity": "matmul"}, 2) == [2, 2]
 
 
-def test_the_profile(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_recompute_profile_logs_times(caplog: pytest.LogCaptureFixture) -> None:
     engine = configured({"interval": 1, "profile": True, "synchronize_checkpoint_boundary": True})
     with caplog.at_level(logging.WARNING, "triax"):
         engine.train_batch(iter([(torch.randn(2, 4), None)]))

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from command_line import run_triax
 from torch.distributed.pipelining import PipelineStage
 from typer.testing import CliRunner
 
@@ -37,9 +36,10 @@ from triax.pipe.schedules.choose import (
 )
 from triax.pipe.schedules.registry import RECIPES
 
-from paths import DOCS
-from readme_blocks import blocks
-from toys import error_text
+from support.command_line import run_triax
+from support.paths import DOCS
+from support.readme_blocks import blocks
+from support.toys import error_text
 
 TRAINING = [name for name in RECIPES if name != "forward"]
 

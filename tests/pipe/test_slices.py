@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import run_triax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -34,8 +33,9 @@ from triax.pipe.program.ops import Op
 from triax.pipe.program.passes import lower
 from triax.pipe.program.slices import equal_cost_slices, slice_bounds, slice_costs
 
-from reference import gpt_logits
-from toys import error_text
+from support.command_line import run_triax
+from support.reference import gpt_logits
+from support.toys import error_text
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 VOCABULARY, LENGTH, ROWS, COUNT = 37, 17, 2, 4
@@ -74,7 +74,7 @@ def test_memory_and_bubble_of_the_papers(most: int) -> None:
                 verify(schedule, [peak - 1 / (4 * n) for peak in result.peak_activations])
 
 
-def test_orders_of_slices() -> None:
+def test_1f1b_orders_slices_as_terapipe() -> None:
     assert str(make_schedule("1f1b", 2, 2, slices=2)).splitlines() == [
         "1f1b: pipe 2, microbatches 2, chunks 1, slices 2",
         "rank 0: 0F0 0F1 0F2 0B1 0F3 0B0 0B3 0B2",
@@ -88,7 +88,7 @@ def test_orders_of_slices() -> None:
 
 @settings(max_examples=60, derandomize=True)
 @given(st.integers(1, 12), st.floats(0, 1), st.integers(1, 8), st.integers(1, 400))
-def test_shares_of_slices(count: int, attention: float, multiple: int, length: int) -> None:
+def test_equal_cost_slices_have_equal_costs(count: int, attention: float, multiple: int, length: int) -> None:
     equal = equal_cost_slices(count, attention)
     shares = slice_costs(equal, attention)
     assert sum(tokens for tokens, _ in shares) == pytest.approx(1)
@@ -214,7 +214,7 @@ def runs(schedule: Schedule) -> bool:
 
 
 @pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 2300), marks=pytest.mark.exhaustive)])
-def test_verify_accepts_what_runs_and_no_more(seeds: range) -> None:
+def test_verify_accepts_the_orders_of_slices_that_run_alone(seeds: range) -> None:
     accepted = 0
     for seed in seeds:
         schedule, reason = mutant(seed), ""
@@ -548,7 +548,7 @@ def on_two(pipe: int) -> list[str]:
     return found
 
 
-def test_every_rank_refuses(ranks: Any) -> None:
+def test_every_rank_refuses_models_that_cannot_be_sliced(ranks: Any) -> None:
     for found in ranks(2, on_two, 2, timeout=60):
         assert "has a Mixes" in found[0]
         assert "a sequence of 4 tokens cannot be cut into 5 slices" in found[1]

@@ -20,7 +20,7 @@ from triax.plugins.plan.memory import ModelMemory, StateOptions
 from triax.plugins.plan.parallel_layout import ParallelLayout
 from triax.testing.pool import RankFailure
 
-from training import microbatches, text_batches
+from support.training import microbatches, text_batches
 
 VOCABULARY, SAMPLES, LENGTH = 37, 8, 12
 LLAMA = LlamaConfig.preset("llama-tiny", num_hidden_layers=4, vocab_size=VOCABULARY)
@@ -96,7 +96,7 @@ def test_tiles_have_the_gradients_of_the_whole(
 
 
 @pytest.mark.parametrize("config", [GPT, LLAMA])
-def test_bytes_are_those_of_the_formula(config: AnyDecoderConfig) -> None:
+def test_a_tiled_mlp_holds_the_bytes_of_the_formula(config: AnyDecoderConfig) -> None:
     found = {}
     for tile in (None, 4):
         grid = Grid()

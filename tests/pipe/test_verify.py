@@ -228,7 +228,7 @@ def test_each_rule_says_what_is_wrong(schedule: Schedule, message: str) -> None:
         verify(schedule)
 
 
-def test_memory() -> None:
+def test_verify_refuses_more_activations_than_allowed() -> None:
     schedule = make_schedule("1f1b", 4, 8)
     verify(schedule, 4)
     verify(schedule, (4, 3, 2, 1))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 WIDTH, MICROBATCHES = 6, 4
 

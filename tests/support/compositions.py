@@ -29,8 +29,8 @@ from triax.models.llama import LlamaConfig, llama_layers
 from triax.plugins.gradient_compression import PowerSGD, TopK
 from triax.zero import ShardedOptimizer, gathered
 
-from paths import ROOT
-from torch_layers import FAMILIES, FUNCTIONS, LONGEST, TOKENS, WIDTH, Head, Table, mean_of, summed
+from support.paths import ROOT
+from support.torch_layers import FAMILIES, FUNCTIONS, LONGEST, TOKENS, WIDTH, Head, Table, mean_of, summed
 
 Case = dict[str, Any]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 WIDTH = 3
 

@@ -29,8 +29,8 @@ from triax.pipe.spec import LayerSpec, TiedLayerSpec
 from triax.tensor_parallel.embedding import VocabParallelHead
 from triax.tensor_parallel.norm import RMSNorm
 
-from moe_reference import reference as moe
-from reference import attention, rms_norm, rotate, visible
+from support.moe_reference import reference as moe
+from support.reference import attention, rms_norm, rotate, visible
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, DIM = 37, 16, 8, 2, 2
 EXPERTS, TOP_K, EXPERT_WIDTH = 8, 2, 8

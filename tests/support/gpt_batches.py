@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triax.grid import Grid
 
-from reference import Batch
+from support.reference import Batch
 
 # 8 entries, so that a pipe axis of 8 has one a stage; 8 heads for a tensor axis of 8; 37 tokens divide by no axis.
 ENTRIES, LAYERS, HEADS, VOCABULARY, LENGTH = 8, 4, 8, 37, 8

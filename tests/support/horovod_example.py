@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data.distributed import DistributedSampler
 
-from paths import EXAMPLES
+from support.paths import EXAMPLES
 
 EXAMPLE = EXAMPLES / "from_horovod" / "mnist.py"
 

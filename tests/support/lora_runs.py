@@ -15,7 +15,7 @@ from triax.grid import Grid
 from triax.grid.randomness.random import Dropout, DropoutState
 from triax.models.layers import NextTokenLoss
 
-from exact_norms import exact
+from support.exact_norms import exact
 
 Sizes = tuple[int, ...]  # pipe, data, tensor, context, expert
 Run = tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, int]]

@@ -16,8 +16,8 @@ from triax.train.file import read_training_file
 from triax.train.job import resolve
 from triax.train.loop import TrainingRun, train
 
-from toy_answers import model_of, tokenizer
-from trl_in_float64 import exact
+from support.toy_answers import model_of, tokenizer
+from support.trl_in_float64 import exact
 
 STEPS, BATCH, RATE = 6, 4, 0.05
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from triax import initialize
 
-from module_training import CLIP, OPTIMIZERS, STEPS, config, groups, microbatch, net
+from support.module_training import CLIP, OPTIMIZERS, STEPS, config, groups, microbatch, net
 
 Trace = list[tuple[dict[str, Tensor], dict[str, Tensor], float]]  # of each step: gradients, weights, norm
 

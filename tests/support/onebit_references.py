@@ -14,7 +14,7 @@ from triax import Grid, LayerSpec, PipelineModule
 from triax.grid.assemble import assemble
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 WIDTH, BATCH, STEPS = 6, 8, 13
 

@@ -12,7 +12,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule, Schedule
 from triax.grid.randomness.random import Dropout
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 WIDTH = 4
 

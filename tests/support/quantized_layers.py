@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 
-from toys import summed_loss
+from support.toys import summed_loss
 
 WIDTH, LAYERS, MICROBATCHES, STEPS = 40, 3, 2, 3
 

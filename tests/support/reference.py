@@ -12,7 +12,7 @@ from torch import Tensor
 
 from triax.models.config import LlamaConfig, RopeScaling
 
-from training import Step
+from support.training import Step
 
 
 def gpt_logits(

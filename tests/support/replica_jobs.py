@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from network_namespaces import enter
 from torch import Tensor, nn
 
 import triax
@@ -27,7 +26,8 @@ from triax.plugins.fault_tolerance.coordinator import Coordinator
 from triax.plugins.fault_tolerance.membership import Change, History, Ledger, read_changes
 from triax.plugins.fault_tolerance.replica_group import ReplicaGroup
 
-from processes import free_port
+from support.network_namespaces import enter
+from support.processes import free_port
 
 SAMPLES, SHARE, MICRO, WIDTH = 60, 4, 2, 6
 SECRET = "the secret of the tests"

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from triax.base.uncompiled import uncompiled
 
-from simulated_order import Clock, Order, Uses
+from support.simulated_order import Clock, Order, Uses
 
 NAME = "sim"
 _ATEN = torch.ops.aten

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simulated_device import DEVICE, NAME, on_cpu, place, poison
+from support.simulated_device import DEVICE, NAME, on_cpu, place, poison
 
 BACKEND = "simnccl"
 _DELAY = 1e-3  # seconds before an operation, at most

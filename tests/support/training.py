@@ -13,7 +13,7 @@ import triax
 from triax import Grid, PipelineModule
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 
 @dataclass

@@ -9,7 +9,7 @@ import yaml
 
 from triax.base import VERSION
 
-from paths import ROOT
+from support.paths import ROOT
 
 
 def versions() -> dict[str, str]:

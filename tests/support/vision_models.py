@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from exact_norms import exact
+from support.exact_norms import exact
 
 IMAGE, VOCAB, LENGTH = 47, 48, 16
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 import triax
 from triax.testing.pool import RankFailure
 
-from training import microbatches, text_batches, tiny_gpt, train
+from support.training import microbatches, text_batches, tiny_gpt, train
 
 HERE = "tests/support_tests/test_simulated_device.py"
 
 
 def alone() -> tuple[list[str], list[str]]:
     """Faults of one rank. Return the places of the host's waits, and the faults."""
-    from simulated_device import simulated
+    from support.simulated_device import simulated
 
     with simulated() as device:
         x = torch.arange(6.0, device="sim").view(2, 3)
@@ -60,7 +60,7 @@ def test_waits_and_copies_are_on_record(ranks: Any) -> None:
 
 def together(what: str) -> tuple[list[str], list[float]]:
     """Run a faulty program on two ranks. Return the faults, and values of a result."""
-    from simulated_device import simulated
+    from support.simulated_device import simulated
 
     with simulated() as device:
         grid = triax.Grid(data=2, timeout=20)
@@ -150,7 +150,7 @@ def engine_without(what: str) -> None:
     """Train a GPT on two replicas with a wait of the engine left out."""
     from triax.zero import gradients, layer_gather
 
-    from simulated_device import simulated
+    from support.simulated_device import simulated
 
     left_out: Any = {"reduction": gradients, "gather": layer_gather}[what]
     kept = left_out.wait_for
@@ -182,7 +182,7 @@ def engine_with(what: str) -> tuple[list[str], list[str]]:
     from triax.pipe.module import PipelineModule
     from triax.pipe.p2p import Channel
 
-    from simulated_device import simulated
+    from support.simulated_device import simulated
 
     start, gather, run = Channel._start, Axis.all_gather, PipelineModule.run_stage
 
@@ -272,7 +272,7 @@ def test_faults_that_end_the_run_name_the_line(ranks: Any, what: str, words: str
 
 def sizes() -> list[int]:
     """Sizes of one tensor's storage, by torch's own functions."""
-    from simulated_device import simulated
+    from support.simulated_device import simulated
 
     with simulated():
         x: Tensor = torch.zeros(10, device="sim")
@@ -288,5 +288,5 @@ def sizes() -> list[int]:
         ]
 
 
-def test_storages_are_real(ranks: Any) -> None:
+def test_storages_of_the_simulated_device_are_real(ranks: Any) -> None:
     assert ranks(1, sizes, init_group=False, new_processes=True) == [[24, 40, 4, 16]]

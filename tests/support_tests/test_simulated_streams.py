@@ -14,14 +14,14 @@ import triax
 from triax.pipe.executor import Executor, ProgramRun
 from triax.pipe.microbatches import MicrobatchFeed
 
-from training import microbatches, text_batches, tiny_gpt, train
+from support.training import microbatches, text_batches, tiny_gpt, train
 
 HERE = "tests/support_tests/test_simulated_streams.py"
 
 
 def faults_of(programs: list[Callable[[Any], None]]) -> list[list[str]]:
     """Run programs with a side stream of their own. Return the faults of each."""
-    from simulated_device import simulated
+    from support.simulated_device import simulated
 
     found = []
     for program in programs:
@@ -182,7 +182,7 @@ def copy_without_wait(patch: pytest.MonkeyPatch) -> None:
 
 def trained(waits: bool, plant: Callable[[pytest.MonkeyPatch], None] | None = None) -> list[str]:
     """Train a GPT in a stream of the user's own, with a fault in the engine if one is given. Return the faults."""
-    from simulated_device import simulated
+    from support.simulated_device import simulated
 
     with simulated() as device, pytest.MonkeyPatch.context() as patch:
         grid = triax.Grid(data=2, timeout=20)

@@ -19,7 +19,7 @@ from triax.grid.comm.axis import Axis
 from triax.grid.layout import Layout
 from triax.tensor_parallel import vocab_parallel_cross_entropy
 
-from toys import error_text
+from support.toys import error_text
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12, "equal_nan": True}
 IGNORE = -100
@@ -241,12 +241,12 @@ def call_wrongly(what: str, grid: Grid) -> None:
         ("reduction", "reduction is 'max'. Give 'mean', 'sum' or 'none'"),
     ],
 )
-def test_errors_state_the_numbers(ranks: Any, what: str, message: str) -> None:
+def test_cross_entropy_errors_state_the_numbers(ranks: Any, what: str, message: str) -> None:
     for said in ranks(2, refused_on_rank, what):
         assert re.search(message, said), said
 
 
-def test_no_rows() -> None:
+def test_cross_entropy_of_no_rows_is_zero() -> None:
     logits = torch.zeros(0, 5, requires_grad=True)
     loss = vocab_parallel_cross_entropy(
         logits, torch.zeros(0, dtype=torch.long), grid=Grid(), vocab_size=5, reduction="sum"

@@ -27,7 +27,7 @@ from triax.tensor_parallel import (
 )
 from triax.tensor_parallel.column import column_linears
 
-from toys import error_text
+from support.toys import error_text
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 DIM, OUT, VOCAB = 12, 24, 37  # 37 over 2 or 4 ranks is uneven
@@ -317,7 +317,7 @@ def in_place_on_rank(size: int, shape: tuple[int, ...], sequence: bool) -> tuple
     ("shape", "sequence"),
     [((4, DIM), False), ((3, 4, DIM), False), ((2, 3, 4, DIM), False), ((3, 4, DIM), True)],
 )
-def test_outputs_may_be_changed_in_place(ranks: Any, shape: tuple[int, ...], sequence: bool) -> None:
+def test_outputs_of_parallel_linears_may_change_in_place(ranks: Any, shape: tuple[int, ...], sequence: bool) -> None:
     ((dx, gradients),) = ranks(1, in_place_on_rank, 1, shape, sequence)
     for found_dx, found in ranks(2, in_place_on_rank, 2, shape, sequence):
         torch.testing.assert_close(found_dx, dx, **CLOSE)

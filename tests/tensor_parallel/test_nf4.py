@@ -50,7 +50,7 @@ def test_codes_are_those_of_the_nearest_value() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_bytes_are_those_of_the_formula(form: str) -> None:
+def test_quantized_weights_take_the_bytes_of_the_formula(form: str) -> None:
     made = numbers(form, weight_of(96, 320))
     groups = 96 * 320 // 64
     wanted = {

@@ -16,7 +16,7 @@ from triax.models.huggingface.parallelize import parallelize
 from triax.tensor_parallel.plans import Column, KeyValue, Local, Row
 from triax.zero import ShardedOptimizer, gathered
 
-from sharding_plans import PLAN, Model, worst
+from support.sharding_plans import PLAN, Model, worst
 
 # An odd vocabulary, an MLP whose width 2 and 4 do not divide, 6 heads: uneven over 4 ranks.
 SMALL: dict[str, dict[str, Any]] = {
@@ -146,7 +146,9 @@ def test_a_hugging_face_model_is_what_it_was(ranks: Any, family: str, size: int)
         ("bert", {"num_attention_heads": 6, "_attn_implementation": "eager"}),
     ],
 )
-def test_other_configurations(ranks: Any, family: str, changes: dict[str, Any], size: int, train: bool) -> None:
+def test_parallelize_takes_other_configurations_of_families(
+    ranks: Any, family: str, changes: dict[str, Any], size: int, train: bool
+) -> None:
     for found in ranks(size, on_rank, size, family, train, changes, timeout=60):
         assert max(found.values()) < 1e-9, {name: error for name, error in found.items() if error >= 1e-9}
 
@@ -210,7 +212,7 @@ def train(sizes: tuple[int, int, int], family: str, stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("family", "stage"), [("gpt2", 1), ("qwen3", 3)])
-def test_over_replicas_too(ranks: Any, family: str, stage: int) -> None:
+def test_parallelized_models_train_over_replicas(ranks: Any, family: str, stage: int) -> None:
     """ShardedOptimizer sums over the data axis alone: what tensor ranks share has whole gradients already."""
     for errors in ranks(4, train, (1, 2, 2), family, stage, timeout=60):
         assert max(errors) < 1e-6  # Adam divides by the gradient's size: elements near 0 are where rounding shows
@@ -243,7 +245,7 @@ def one_step_of_the_engine(sizes: tuple[int, int, int]) -> dict[str, float]:
     return {name: worst(gradient, wanted[name]) for name, gradient in found.items()}  # type: ignore[arg-type]
 
 
-def test_under_the_engine(ranks: Any) -> None:
+def test_parallelized_models_train_under_the_engine(ranks: Any) -> None:
     for found in ranks(4, one_step_of_the_engine, (1, 2, 2), timeout=60):
         assert max(found.values()) < 1e-9
 

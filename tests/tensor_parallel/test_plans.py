@@ -14,7 +14,7 @@ from triax.grid import Grid
 from triax.grid.layout import layout_of
 from triax.models.huggingface.parallelize import find_plan, parallelize
 
-from sharding_plans import PLAN, Model, worst
+from support.sharding_plans import PLAN, Model, worst
 
 
 def compare_mine(size: int, plan: dict[str, Any]) -> dict[str, float]:
@@ -66,7 +66,7 @@ def changed_in_place(size: int) -> dict[str, float]:
     return found
 
 
-def test_outputs_may_be_changed_in_place(ranks: Any) -> None:
+def test_outputs_of_a_plans_layers_may_change_in_place(ranks: Any) -> None:
     for found in ranks(2, changed_in_place, 2):
         assert max(found.values()) < 1e-10, found
 

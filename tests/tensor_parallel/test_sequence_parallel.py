@@ -29,8 +29,8 @@ from triax.tensor_parallel import (
 )
 from triax.tensor_parallel.column import column_linears
 
-from gpt_batches import LENGTH, SAMPLES, VOCABULARY, assert_close, batches, microbatches
-from reference import train_gpt
+from support.gpt_batches import LENGTH, SAMPLES, VOCABULARY, assert_close, batches, microbatches
+from support.reference import train_gpt
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 BATCH, TOKENS, DIM, HEAD, HEADS, VOCAB = 3, 8, 12, 3, 9, 37  # 9 heads over 2, 4 and 8 ranks, 37 words: all uneven
@@ -206,7 +206,7 @@ def penalty_on_rank(size: int, sequence_parallel: bool) -> tuple[Tensor, Any]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_they_differentiate_twice(ranks: Any, size: int) -> None:
+def test_sequence_parallel_linears_differentiate_twice(ranks: Any, size: int) -> None:
     ((expected, gradients),) = ranks(1, penalty_on_rank, 1, False)
     found = ranks(size, penalty_on_rank, size, True)
     torch.testing.assert_close(torch.cat([r[0] for r in found], dim=1), expected, **CLOSE)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paths import DOCS
-from processes import program
-from readme_blocks import blocks, commands, programs
+from support.paths import DOCS
+from support.processes import program
+from support.readme_blocks import blocks, commands, programs
 
 TEXT = (DOCS / "tensor-parallel.md").read_text()
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from command_line import run_triax
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -25,7 +24,8 @@ from triax.context.order import shard
 from triax.grid.comm.regions import all_reduce_copy
 from triax.testing.check import CheckRow, check
 
-import planted_faults
+from support import planted_faults
+from support.command_line import run_triax
 
 DRAWS = random.Random(20)
 

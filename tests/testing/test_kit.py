@@ -36,7 +36,7 @@ from triax.testing import (
 )
 from triax.testing.strategies import grids, microbatch_counts, schedules
 
-from paths import DOCS, ROOT
+from support.paths import DOCS, ROOT
 
 WIDTH = 8
 

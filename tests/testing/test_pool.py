@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from triax.testing.pool import RankFailure, RankTimeout
 
-from paths import ROOT
-from processes import is_alive
+from support.paths import ROOT
+from support.processes import is_alive
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def test_one_rank_has_no_group(ranks: Any) -> None:
     assert not initialized and not has_rank and pid != os.getpid()
 
 
-def test_environment_is_torchruns(ranks: Any) -> None:
+def test_ranks_of_the_pool_have_torchruns_environment(ranks: Any) -> None:
     answers = ranks(2, environment, init_group=False)
     assert [answer["RANK"] for answer in answers] == ["0", "1"]
     assert [answer["LOCAL_RANK"] for answer in answers] == ["0", "1"]
@@ -373,7 +373,7 @@ def test_no_rank_outlives_the_run(tmp_path: Path) -> None:
     runs, environment = [], {**os.environ, "TRIAX_POOL_PRELOAD": "none"}
     for number, end in enumerate(("", "os.kill(os.getpid(), signal.SIGKILL)")):
         script = tmp_path / f"run{number}.py"
-        script.write_text(SCRIPT.format(tests=str(ROOT / "tests" / "support"), end=end))
+        script.write_text(SCRIPT.format(tests=str(ROOT / "tests"), end=end))
         runs.append(subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment))
     for run in runs:
         pids = [int(word) for word in run.communicate()[0].split()]

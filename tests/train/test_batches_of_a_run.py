@@ -15,7 +15,7 @@ from torch import Tensor
 
 from triax.data import TokenData, TokenLoader
 
-from tokenized import as_filled, documents_in, folder, rows_of, texts
+from support.tokenized import as_filled, documents_in, folder, rows_of, texts
 
 RUN = """\
 model: {preset: bytes-tiny, overrides: {hidden_size: 16, num_hidden_layers: 1}}

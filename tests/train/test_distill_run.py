@@ -16,10 +16,10 @@ from triax.data.dataloader import BatchOrder
 from triax.train.file import read_training_file
 from triax.train.start import make_job
 
-from method_runs import BATCH, RATE, STEPS, WORDS, numbers_of, run, same_weights, write_model, write_samples
-from paths import ROOT
-from toy_answers import SIZES, model_of
-from trl_in_float64 import exact
+from support.method_runs import BATCH, RATE, STEPS, WORDS, numbers_of, run, same_weights, write_model, write_samples
+from support.paths import ROOT
+from support.toy_answers import SIZES, model_of
+from support.trl_in_float64 import exact
 
 K, TEMPERATURE = 5, 1.5
 KINDS = {
@@ -171,7 +171,7 @@ def test_the_guides_program_writes_a_file_of_a_teacher(place: Path, monkeypatch:
         ([KINDS["stored"].replace("stored.", "none.")], "method.teacher none.safetensors cannot be read"),
     ],
 )
-def test_mistakes_are_refused(
+def test_distill_runs_refuse_mistakes(
     place: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], message: str, capsys: Any
 ) -> None:
     monkeypatch.chdir(place)

@@ -129,7 +129,7 @@ def test_errors_of_the_other_formats_name_the_line(
     assert expected in str(caught.value) and name in str(caught.value)
 
 
-def test_errors_of_changes(tmp_path: Path) -> None:
+def test_wrong_changes_on_the_command_line_are_refused(tmp_path: Path) -> None:
     path = _write(tmp_path, RUN)
     for change, expected in (
         ("batch.size", "is not key=value"),

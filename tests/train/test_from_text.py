@@ -31,9 +31,9 @@ from triax.train.file import read_training_file
 from triax.train.loop import train
 from triax.train.start import make_job
 
-from paths import DOCS
-from processes import started
-from readme_blocks import blocks, commands, make_text, makes_text, programs
+from support.paths import DOCS
+from support.processes import started
+from support.readme_blocks import blocks, commands, make_text, makes_text, programs
 
 pytest.importorskip("transformers")
 
@@ -364,7 +364,7 @@ def test_the_text_that_the_page_makes_is_enough(tmp_path: Path, monkeypatch: Any
     assert sum(1 for _ in itertools.islice(batches(tmp_path), STEPS)) == STEPS
 
 
-def test_all_of_it_is_run() -> None:
+def test_every_command_of_the_page_from_text_is_run() -> None:
     kinds = [" ".join(command.split()[:2]) for command in TYPED]
     assert kinds == [
         *["triax data"] * 3,

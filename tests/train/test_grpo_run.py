@@ -22,9 +22,9 @@ from triax.train.file import read_training_file
 from triax.train.methods import Rollouts, grpo_loss
 from triax.train.start import make_job
 
-from method_runs import FILE, RATE, WORDS, numbers_of, run, same_weights, write_samples
-from toy_answers import model_of, tokenizer
-from trl_in_float64 import exact
+from support.method_runs import FILE, RATE, WORDS, numbers_of, run, same_weights, write_samples
+from support.toy_answers import model_of, tokenizer
+from support.trl_in_float64 import exact
 
 STEPS, BATCH, GROUP = 6, 8, 4
 FUNCTIONS = '''\
@@ -185,7 +185,7 @@ def reward_of(root: str) -> float:
         (["batch.size=24"], "data.training has 8 prompts, less than the 12 of a rollout"),
     ],
 )
-def test_mistakes_are_refused(
+def test_grpo_runs_refuse_mistakes(
     place: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], message: str, capsys: Any
 ) -> None:
     monkeypatch.chdir(place)

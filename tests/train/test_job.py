@@ -107,7 +107,7 @@ def test_options_of_the_engine_reach_it_from_the_file() -> None:
     assert isinstance(local, DiLoCo) and local.every == 4
 
 
-def test_learning_rates() -> None:
+def test_learning_rates_warm_up_and_decay_by_formula() -> None:
     cosine = LearningRate("cosine", 10, 110, 0.1, 0)
     assert cosine.share(0) == 0.1 and cosine.share(9) == 1.0 and cosine.share(10) == 1.0
     assert math.isclose(cosine.share(60), 0.55) and math.isclose(cosine.share(110), 0.1)
@@ -204,7 +204,7 @@ def test_learning_rates() -> None:
         ),
     ],
 )
-def test_what_is_refused(processes: int | None, keys: dict[str, Any], expected: str) -> None:
+def test_jobs_that_cannot_run_are_refused(processes: int | None, keys: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
         _job(processes, **keys)
 

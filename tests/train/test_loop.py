@@ -32,8 +32,8 @@ from triax.train.job import resolve
 from triax.train.loop import TrainingRun, train
 from triax.train.progress import Reporter, in_lines, step_figures
 
-from reference import gpt_logits
-from tokenized import folder
+from support.reference import gpt_logits
+from support.tokenized import folder
 
 RUN = """\
 name: one

@@ -15,9 +15,9 @@ from triax.base.errors import ConfigError
 from triax.data.answers import Answers
 from triax.data.dataloader import BatchOrder
 
-from method_runs import BATCH, RATE, STEPS, WORDS, run, same_weights, write_model, write_samples
-from toy_answers import model_of, quiet, steps, tokenizer
-from trl_in_float64 import exact
+from support.method_runs import BATCH, RATE, STEPS, WORDS, run, same_weights, write_model, write_samples
+from support.toy_answers import model_of, quiet, steps, tokenizer
+from support.trl_in_float64 import exact
 
 
 def samples(method: str) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def trl_run(root: str, method: str) -> list[float]:
 
 
 @pytest.mark.parametrize("method", ["dpo", "sft"])
-def test_runs_on_grids_have_the_numbers_of_trl(ranks: Any, place: Path, method: str) -> None:
+def test_runs_of_methods_on_grids_have_trls_numbers(ranks: Any, place: Path, method: str) -> None:
     """pipe 2 x tensor 2; then data 2 with ZeRO 2, stopped after a step and resumed on context 2."""
     (losses,) = ranks(1, trl_run, str(place), method, timeout=300)
     last = load_file(place / f"trl-{method}" / "model.safetensors")
@@ -208,7 +208,7 @@ def test_a_run_that_goes_on_needs_the_numbers_of_its_reference(
         (["data.held_out=0.1", "batch.size=8"], "evaluate has 3 held-out samples, less than a batch of 8"),
     ],
 )
-def test_mistakes_are_refused(
+def test_dpo_runs_refuse_mistakes(
     place: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], message: str, capsys: Any
 ) -> None:
     monkeypatch.chdir(place)

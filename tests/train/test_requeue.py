@@ -15,9 +15,9 @@ import pytest
 from triax.checkpoint.format.folder import tags
 from triax.train.requeue import requeued
 
-from checkpoint_jobs import Cell, Job, make
-from processes import started
-from tokenized import folder
+from support.checkpoint_jobs import Cell, Job, make
+from support.processes import started
+from support.tokenized import folder
 
 # A run that only a signal ends, or a checkpoint from.
 LONG = """\

@@ -15,9 +15,9 @@ from triax.data.dataloader import BatchOrder
 from triax.train.file import read_training_file
 from triax.train.start import make_job
 
-from method_runs import BATCH, RATE, STEPS, WORDS, numbers_of, run, same_weights, write_model, write_samples
-from toy_answers import SIZES, quiet, steps, tokenizer
-from trl_in_float64 import exact
+from support.method_runs import BATCH, RATE, STEPS, WORDS, numbers_of, run, same_weights, write_model, write_samples
+from support.toy_answers import SIZES, quiet, steps, tokenizer
+from support.trl_in_float64 import exact
 
 CENTER = 0.1
 METHOD = f"method={{name: reward, center: {CENTER}}}"
@@ -74,7 +74,7 @@ def trl_run(root: str) -> list[list[float]]:
         return [[row[name] for name in ("loss", "accuracy", "margin")] for row in trainer.state.log_history[:STEPS]]
 
 
-def test_runs_on_grids_have_the_numbers_of_trl(ranks: Any, place: Path) -> None:
+def test_reward_runs_on_grids_have_trls_numbers(ranks: Any, place: Path) -> None:
     """pipe 2 x tensor 2, data 2 x pipe 2 with zb-v; then one process, resumed on context 2."""
     (rows,) = ranks(1, trl_run, str(place), timeout=300)
     losses = [row[0] for row in rows]
@@ -131,7 +131,9 @@ def test_a_language_model_gets_a_head_and_is_evaluated(
         (["training.sequence=4"], "there is no sample in reward.jsonl"),
     ],
 )
-def test_mistakes_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], message: str) -> None:
+def test_reward_runs_refuse_mistakes(
+    place: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], message: str
+) -> None:
     monkeypatch.chdir(place)
     (place / "mixed.jsonl").write_text(
         '{"chosen": "ab", "rejected": "c", "margin": 1}\n{"chosen": "a", "rejected": "c"}'

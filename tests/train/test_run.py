@@ -21,7 +21,7 @@ from triax.train.job import resolve
 from triax.train.sections import TrainingFile
 from triax.train.start import make_job
 
-from processes import TRIAX
+from support.processes import TRIAX
 
 LOSS = "Train/Samples/train_loss"
 SHAPE = {
@@ -166,5 +166,5 @@ def test_a_timeline_is_drawn_from_its_first_op() -> None:
     assert pictures.from_zero(late).rows == ((Span(Op("F", 0, 0), 0.0, 1.0),), (Span(Op("F", 1, 0), 1.25, 3.0),))
 
 
-def test_minutes() -> None:
+def test_seconds_are_shown_as_minutes_and_seconds() -> None:
     assert [progress.minutes(s) for s in (0, 59.9, 61, 600)] == ["0:00", "0:59", "1:01", "10:00"]

@@ -23,10 +23,10 @@ from triax.train.loop import train
 from triax.train.sections import WHOLE, TrainingFile
 from triax.train.start import make_job
 
-from paths import ROOT
-from processes import program
-from readme_blocks import commands, make_text, programs
-from tokenized import folder
+from support.paths import ROOT
+from support.processes import program
+from support.readme_blocks import commands, make_text, programs
+from support.tokenized import folder
 
 
 def names_of(section: type[Options]) -> list[str]:

@@ -27,8 +27,8 @@ from triax.train.job import resolve
 from triax.train.loop import train as train_job
 from triax.train.spikes import SpikeDetector, SpikeGuard
 
-from tokenized import folder
-from toys import error_text, mean_loss, same
+from support.tokenized import folder
+from support.toys import error_text, mean_loss, same
 
 WIDTH, BATCH, STEPS = 4, 4, 16
 

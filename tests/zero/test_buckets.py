@@ -17,7 +17,7 @@ from triax import Grid, LayerSpec, Layout, PipelineModule
 from triax.grid.layout import set_layout
 from triax.zero.flat import Item, plan
 
-from toys import random_pair
+from support.toys import random_pair
 
 WIDTH = 6
 
@@ -144,7 +144,7 @@ def reduced(grid: tuple[int, int, int], stage: int, bucket: int) -> Any:
         ),
     ],
 )
-def test_gradients_and_norm(ranks: Any, grid: tuple[int, int, int], stage: int) -> None:
+def test_buckets_hold_the_plain_gradients_and_norm(ranks: Any, grid: tuple[int, int, int], stage: int) -> None:
     """Partial, unused and empty parameters; the norm counts each element once; the state is 1/N of the whole."""
     model = PipelineModule(layers(), dtype=torch.float64, partition="uniform")
     named = {p.layout.name: p.parameter for p in model.local_parameters()}

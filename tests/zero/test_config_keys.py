@@ -17,7 +17,7 @@ from triax.base.errors import ConfigError
 from triax.compat.deepspeed.from_config import read_config
 from triax.pipe.program.draw import chrome_trace
 
-from toys import random_pair, summed_loss
+from support.toys import random_pair, summed_loss
 
 WIDTH, LAYERS, MICROBATCHES, REPLICAS, STEPS = 32, 4, 2, 2, 2
 WEIGHT, BIAS = WIDTH * WIDTH, WIDTH  # elements, both multiples of every padding on two replicas

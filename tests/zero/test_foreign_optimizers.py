@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_optimizers import (
+from torch import Tensor, nn
+
+import triax
+from triax import Grid, LayerSpec, PipelineModule
+from triax.base.errors import ConfigError
+
+from support.foreign_optimizers import (
     ELEMENTS,
     MODEL,
     REFUSED,
@@ -19,13 +25,7 @@ from foreign_optimizers import (
     Foreign,
     ScheduleFree,
 )
-from torch import Tensor, nn
-
-import triax
-from triax import Grid, LayerSpec, PipelineModule
-from triax.base.errors import ConfigError
-
-from toys import mean_loss
+from support.toys import mean_loss
 
 WIDTH, BATCH, STEPS = 6, 8, 6
 

@@ -25,8 +25,8 @@ from triax.options.zero import OffloadOptimizer
 from triax.zero import gathered
 from triax.zero.sub_groups import sub_groups
 
-from resident import Growth, own_pages, rest, status
-from toys import same
+from support.resident import Growth, own_pages, rest, status
+from support.toys import same
 
 WIDTH, SAMPLES, STEPS = 9, 8, 4
 
@@ -141,7 +141,7 @@ def test_it_steps_as_without(ranks: Any, stage: int, optimizer: str, tmp_path: P
 
 
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "AdamW"])
-def test_any_optimizer(ranks: Any, optimizer: str, tmp_path: Path) -> None:
+def test_offload_steps_any_optimizer_as_without(ranks: Any, optimizer: str, tmp_path: Path) -> None:
     ranks(1, compared, (1, 1, 1), 2, optimizer, {}, tmp_path)
 
 
@@ -151,7 +151,7 @@ HALVES: list[dict[str, Any]] = [{"bf16": {"enabled": True}}, {"fp16": {"enabled"
 @pytest.mark.parametrize(
     "options", [pytest.param(HALVES[0], marks=pytest.mark.exhaustive), HALVES[1]], ids=["bf16", "fp16"]
 )
-def test_masters_elsewhere(ranks: Any, options: dict[str, Any], tmp_path: Path) -> None:
+def test_masters_in_host_memory_or_files_train_the_same(ranks: Any, options: dict[str, Any], tmp_path: Path) -> None:
     ranks(2, compared, (1, 2, 1), 3, "AdamW", options, tmp_path)
     ranks(2, compared, (1, 2, 1), 1, "AdamW", options, tmp_path)
 
@@ -376,7 +376,7 @@ def test_a_rank_without_a_place_stops_all_of_them(ranks: Any, victim: int, tmp_p
     assert f"{tmp_path} has no room" in said[0] and "needs 4.1e-06 GB more" in said[0] and "File too large" in said[0]
 
 
-def test_keys() -> None:
+def test_the_offload_keys_of_deepspeed_are_read() -> None:
     disk = nvme(Path("."))
 
     def zero(**keys: Any) -> Any:

@@ -23,7 +23,7 @@ from triax.zero.gathered_parameters import gathered
 from triax.zero.modules.units import find_units
 from triax.zero.sharded_init import ShardedInit, sharded_parameter
 
-from paths import DOCS
+from support.paths import DOCS
 
 WIDTH, BLOCKS, WORDS = 24, 4, 11
 
@@ -290,7 +290,7 @@ def external() -> None:
         deepspeed.zero.register_external_parameter(model, model.blocks[1].weight)
 
 
-def test_external_parameters(ranks: Any) -> None:
+def test_external_parameters_are_gathered_where_registered(ranks: Any) -> None:
     ranks(2, external)
     module, parameter = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
     deepspeed.zero.register_external_parameter(module, parameter)
@@ -323,6 +323,6 @@ def documented(block: str) -> None:
     assert all(sharded_parameter(parameter) is not None for parameter in space["module"].parameters())
 
 
-def test_the_documented_lines(ranks: Any) -> None:
+def test_the_lines_of_the_zero_page_build_a_sharded_model(ranks: Any) -> None:
     (block,) = re.findall(r"```python\n(import triax\.compat.*?)```", (DOCS / "zero.md").read_text(), re.DOTALL)
     ranks(2, documented, block)

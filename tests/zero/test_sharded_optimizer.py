@@ -17,7 +17,7 @@ from triax.grid.layout import layout_of, set_layout
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from triax.zero import ShardedOptimizer, gathered
 
-from sharded_loops import STEPS, WIDTH, Net, backward, loss_of, microbatch, net
+from support.sharded_loops import STEPS, WIDTH, Net, backward, loss_of, microbatch, net
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -265,7 +265,7 @@ def tensor_parallel(stage: int) -> Any:
     return norm, [found[id(p)] for p in model.parameters()]
 
 
-def test_the_tensor_axis(ranks: Any) -> None:
+def test_a_sharded_optimizer_sums_over_a_tensor_axis(ranks: Any) -> None:
     """Sharded and partial parameters; the norm counts each element once; a sum over replicas."""
     model = Pair(Grid()).double()
     with torch.no_grad():
@@ -394,7 +394,7 @@ def half_precision(stage: int) -> list[float]:
     return values
 
 
-def test_masters_in_fp32(ranks: Any) -> None:
+def test_a_sharded_optimizer_keeps_masters_in_fp32(ranks: Any) -> None:
     for stage in range(4):
         for values in ranks(2, half_precision, stage):
             assert values[0] == 1.0 and values[-1] == pytest.approx(1 - 10 * 1e-3, rel=2**-8) and values[-1] < 1

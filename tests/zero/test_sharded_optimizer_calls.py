@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from triax import Grid, PipelineModule, initialize
 from triax.zero import ShardedOptimizer
 
-from paths import DOCS
-from processes import program
-from sharded_loops import WIDTH, Net, backward, microbatch, net
+from support.paths import DOCS
+from support.processes import program
+from support.sharded_loops import WIDTH, Net, backward, microbatch, net
 
 
 def test_a_modules_zero_grad_counts_too() -> None:
@@ -68,7 +68,7 @@ def make(**changes: Any) -> ShardedOptimizer:
         ({"bucket_size": 0}, "a bucket of 0 elements holds nothing"),
     ],
 )
-def test_arguments_refused(changes: dict[str, Any], words: str) -> None:
+def test_a_sharded_optimizer_refuses_wrong_arguments(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         make(**changes)
 
@@ -92,7 +92,7 @@ def test_torchs_grad_scaler_is_refused(stage: int) -> None:
         assert torch.equal(model.weight, before)
 
 
-def test_orders_of_calls_refused() -> None:
+def test_a_sharded_optimizer_refuses_calls_in_a_wrong_order() -> None:
     model = net()
     optimizer = make(model=model)
     batch = microbatch(0, 0, 1)
@@ -133,7 +133,7 @@ def unlike() -> str:
     return str(error.value)
 
 
-def test_models_that_differ_are_refused_on_every_rank(ranks: Any) -> None:
+def test_sharded_models_that_differ_are_refused_on_every_rank(ranks: Any) -> None:
     first, second = ranks(2, unlike)
     assert first == second and "('1.weight', (3, 2)" in first and "('1.weight', (4, 2)" in first
 
@@ -153,7 +153,7 @@ def schedulers(optimizer: torch.optim.Optimizer) -> list[torch.optim.lr_schedule
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_learning_rate_schedulers(which: int) -> None:
+def test_torchs_schedulers_drive_a_sharded_optimizer(which: int) -> None:
     def train(model: Net, optimizer: Callable[[Net], torch.optim.Optimizer]) -> list[Tensor]:
         made = optimizer(model)
         scheduler = schedulers(made)[which]
@@ -175,7 +175,7 @@ def documented(start: str) -> str:
     return next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if block.startswith(start))
 
 
-def test_the_documented_loop(ranks: Any, tmp_path: Path) -> None:
+def test_the_sharded_optimizers_loop_of_the_docs_runs(ranks: Any, tmp_path: Path) -> None:
     """Under torchrun's environment, in processes that have torch already; torchrun itself is in the sweep."""
     (tmp_path / "plain.py").write_text(documented("# plain.py"))
     said = ranks(2, program, ["plain.py"], str(tmp_path), init_group=False)
@@ -203,7 +203,7 @@ def check_documented(said: str, processes: int, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("optimizer-*.pt"))) == processes
 
 
-def test_the_documented_lending() -> None:
+def test_the_documented_lending_of_weights_runs() -> None:
     grid = Grid()
     layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     made = PipelineModule(layers, grid=grid, loss_fn=lambda o, y: (o - y).square().mean())

@@ -20,8 +20,8 @@ from triax.zero.zeropp.gradient_reduce import QuantizedReduction
 from triax.zero.zeropp.host_groups import equal_runs, inner, outer
 from triax.zero.zeropp.options import ZeroPlusPlus
 
-from quantized_layers import ALL, HPZ, LAYERS, MICROBATCHES, PLAIN, QGZ, QWZ, STEPS, WIDTH, Layer, made
-from toys import random_pair, summed_loss
+from support.quantized_layers import ALL, HPZ, LAYERS, MICROBATCHES, PLAIN, QGZ, QWZ, STEPS, WIDTH, Layer, made
+from support.toys import random_pair, summed_loss
 
 Array = NDArray[Any]
 

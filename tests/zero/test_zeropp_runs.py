@@ -19,7 +19,7 @@ from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.zero import ShardedOptimizer, gathered
 from triax.zero.zeropp.options import ZeroPlusPlus
 
-from quantized_layers import ALL, HPZ, PLAIN, QGZ, QWZ, WIDTH, Layer, made
+from support.quantized_layers import ALL, HPZ, PLAIN, QGZ, QWZ, WIDTH, Layer, made
 
 
 def overflowing() -> Any:
@@ -161,7 +161,7 @@ def test_what_a_checkpoint_replaced_is_not_used(ranks: Any, tmp_path: Any) -> No
         assert torch.equal(first, again) and not torch.equal(first, moved)
 
 
-def test_in_a_plain_loop(ranks: Any) -> None:
+def test_zeropp_trains_in_a_plain_loop(ranks: Any) -> None:
     plain = ranks(4, looped, {})
     for mine, theirs in zip(ranks(4, looped, {"hpz_partition_size": 2}), plain, strict=True):
         assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)

@@ -19,9 +19,9 @@ from triax.base.formulas import STATES, model_states
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.zero.range_stepper import ELEMENTWISE
 
-from paths import ROOT
-from peak_memory_program import engine, train
-from resident import Growth, own_pages
+from support.paths import ROOT
+from support.peak_memory_program import engine, train
+from support.resident import Growth, own_pages
 
 WIDTH, LAYERS, MICROBATCHES = 64, 4, 3
 WEIGHTS = LAYERS * WIDTH * WIDTH  # no bias: a multiple of every padding
@@ -167,7 +167,7 @@ def test_memory_of_each_stage(ranks: Any, replicas: int, kind: str, config: dict
             assert report["held"] == {**wanted, "buffers": 0, "activations": None, "working": None}, stage
 
 
-def test_the_papers_table() -> None:
+def test_model_states_are_those_of_figure_1_of_the_zero_paper() -> None:
     """Figure 1: 7.5 billion parameters, 64 replicas, Adam in fp16, gradients too."""
     table = [model_states(7.5e9, 64, stage, "fp16", "adam", gradients="fp16").total / 1e9 for stage in range(4)]
     assert [round(gigabytes, 1) for gigabytes in table] == [120.0, 31.4, 16.6, 1.9]

@@ -208,7 +208,7 @@ def test_off_nothing_is_there(ranks: Any) -> None:
     assert all(ranks(2, off))
 
 
-def test_any_module(ranks: Any) -> None:
+def test_the_comms_logger_logs_plain_modules(ranks: Any) -> None:
     assert all("all_reduce over data" in text for text in ranks(2, module_logged))
 
 
@@ -243,7 +243,7 @@ def test_sections_that_ask_for_nothing() -> None:
         ({"enabled": True, "profile_all": True}, "there is no 'profile_all'"),
     ],
 )
-def test_sections_refused(section: Any, words: str) -> None:
+def test_mistakes_in_the_comms_logger_section_are_refused(section: Any, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_config({"train_batch_size": 1, "comms_logger": section})
     assert words in str(error.value)

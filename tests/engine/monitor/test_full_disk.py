@@ -26,7 +26,7 @@ from triax.base.errors import ConfigError
 from triax.engine.monitor.trace.merge_timelines import merged
 from triax.grid.comm.timeline_recorder import TimelineRecorder
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 FULL = "/dev/full"
 

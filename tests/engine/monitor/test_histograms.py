@@ -21,7 +21,7 @@ from triax.engine.monitor.report.run_folder import read_run
 from triax.engine.monitor.report.write import write_report
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 WIDTH, WORDS, BATCH, BINS = 6, 11, 8, 7
 

@@ -123,7 +123,7 @@ class Net(nn.Module):
         return self.layers(x).square().mean()
 
 
-def test_any_module(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_module_has_a_memory_breakdown(capsys: pytest.CaptureFixture[str]) -> None:
     made, *_ = triax.initialize(model=Net(), config=config(1, memory_breakdown=True))
     for _ in range(2 * COUNT):
         loss = made(torch.ones(MICRO, WIDTH))

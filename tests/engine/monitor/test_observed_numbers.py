@@ -114,7 +114,7 @@ def test_flops_are_counted_by_the_textbook() -> None:
     assert count.flops == 2 * 5 * 8 * 16 + 2 * 2 * 100 * 4 * 27 + 2 * 2 * (2 * 3 * 7 * 7 * 4)
 
 
-def test_peaks_and_tokens() -> None:
+def test_peak_flops_of_known_gpus_and_tokens_are_counted() -> None:
     half, single = torch.bfloat16, torch.float32
     assert known_peak("NVIDIA H100 80GB HBM3", half) == 989.4 and known_peak("NVIDIA H100 PCIe", half) == 756.0
     assert known_peak("NVIDIA A100-SXM4-80GB", single) == 19.5 and known_peak("NVIDIA L4", half) == 121.0

@@ -24,9 +24,9 @@ from triax.cli.main import app
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.pipe.program.ops import SENDS, Op
 
-from paths import DOCS
-from processes import program
-from readme_blocks import commands, programs
+from support.paths import DOCS
+from support.processes import program
+from support.readme_blocks import commands, programs
 
 MODEL = GPTConfig(vocab_size=32, max_position_embeddings=16, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
 

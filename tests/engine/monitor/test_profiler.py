@@ -339,7 +339,7 @@ def test_numbers_are_written_as_people_read_them() -> None:
         ({"output_file": True}, "flops_profiler.output_file = true"),
     ],
 )
-def test_sections_refused(section: dict[str, Any], words: str) -> None:
+def test_mistakes_in_the_flops_profiler_section_are_refused(section: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_config({"train_batch_size": 1, "flops_profiler": section})
     assert words in str(error.value)

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import run_triax
 from typer.testing import CliRunner
 
 import triax
@@ -36,6 +35,8 @@ from triax.pipe.program.costs import Costs
 from triax.pipe.program.measured_costs import costs_of, simulated
 from triax.pipe.program.simulate import simulate
 from triax.pipe.schedules.choose import make_schedule
+
+from support.command_line import run_triax
 
 
 class Page(HTMLParser):
@@ -232,7 +233,7 @@ def test_infinite_numbers_and_cut_files_are_left_out(tmp_path: Path) -> None:
         assert words in left_out, words
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_report_command_writes_one_page(tmp_path: Path) -> None:
     folder = write(tmp_path / "run")
     done = CliRunner().invoke(app, ["report", str(folder), "--output", str(tmp_path / "deep" / "page.html")])
     assert done.exit_code == 0 and done.output.strip() == str(tmp_path / "deep" / "page.html")
@@ -362,7 +363,7 @@ def test_duration_and_tokens_leave_out_the_time_between_runs(tmp_path: Path) -> 
     assert read_run(tmp_path).seconds == pytest.approx(2 + 4 + 2 + 0.5 + 2)
 
 
-def test_runs_are_compared(tmp_path: Path) -> None:
+def test_the_report_compares_two_runs(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a"), write(tmp_path / "b", 20)
     record = json.loads((second / "run.json").read_text())
     record |= {"command": "triax train <b>.yaml", "config": {"zero": {"stage": 2}, "note": "same"}}

@@ -24,7 +24,7 @@ from triax.grid.comm.timeline_recorder import TimelineRecorder
 from triax.grid.environment import TIMELINE
 from triax.testing.pool import RankFailure
 
-from horovod_example import EXAMPLE, plain_example
+from support.horovod_example import EXAMPLE, plain_example
 
 DRIVER = """
 import runpy, sys
@@ -290,7 +290,7 @@ def test_start_and_stop_while_calls_are_under_way(ranks: Any, tmp_path: Path) ->
             assert {name for name in names if name[:6] in ("before", "within")} == {f"within {i}" for i in range(4)}
 
 
-def test_start_and_stop(ranks: Any, tmp_path: Path) -> None:
+def test_a_horovod_timeline_has_what_lies_between_its_calls(ranks: Any, tmp_path: Path) -> None:
     ranks(2, called, str(tmp_path / "t.json"))
     trace = json.loads((tmp_path / "t.json").read_text())
     for rank in range(2):

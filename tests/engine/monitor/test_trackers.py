@@ -24,7 +24,7 @@ from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError, to_install
 from triax.engine.monitor.monitor import Monitor
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 BATCH, STEPS, OWN = 4, 3, "own/accuracy"
 TOLD = (

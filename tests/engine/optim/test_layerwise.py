@@ -22,7 +22,7 @@ from triax.plugins.gradient_compression.onebit.lamb import OneBitLamb
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from triax.zero import ShardedOptimizer
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 EXHAUSTIVE = pytest.mark.exhaustive
 WIDTH, INNER, WORDS, BATCH, STEPS = 6, 8, 11, 8, 4
@@ -324,7 +324,7 @@ def test_muon_in_bfloat16_is_torchs_bit_by_bit(shape: tuple[int, int]) -> None:
     assert torch.equal(mine, its)
 
 
-def test_stacks_and_filters() -> None:
+def test_newton_schulz_takes_stacks_and_filters_as_matrices() -> None:
     stack = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     whole = newton_schulz(stack, (3.4445, -4.775, 2.0315), 5, 1e-7)
     for one, each in zip(whole, stack, strict=True):
@@ -338,7 +338,7 @@ def test_stacks_and_filters() -> None:
     assert torch.equal(filters.view(4, 18), flat)
 
 
-def test_hidden_matrices() -> None:
+def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
     """The choice between Muon and AdamW: by dims, by names, by classes, by ties, and by the user."""
     model = nn.ModuleDict(
         {
@@ -385,7 +385,7 @@ def in_a_plain_loop(kind: str, stage: int) -> list[Tensor]:
 @EXHAUSTIVE
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("kind", ["Lamb", "Muon"])
-def test_in_a_plain_loop(ranks: Any, kind: str, stage: int) -> None:
+def test_layerwise_optimizers_shard_in_a_plain_loop(ranks: Any, kind: str, stage: int) -> None:
     wanted = in_a_plain_loop(kind, 0)
     for found in ranks(2, in_a_plain_loop, kind, stage):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
@@ -426,7 +426,9 @@ def test_an_instance_of_torchs_muon_is_sharded_too() -> None:
         ("Muon", {"adam_w_mode": False}, {}, "weight decay is decoupled"),
     ],
 )
-def test_refused(kind: str, params: dict[str, Any], zero: dict[str, Any], words: str) -> None:
+def test_layerwise_optimizers_refuse_options_by_name(
+    kind: str, params: dict[str, Any], zero: dict[str, Any], words: str
+) -> None:
     config = {"train_batch_size": 4, "optimizer": {"type": kind, "params": params}, "zero_optimization": zero}
     with pytest.raises(ConfigError) as error:
         read_config(config)

@@ -21,7 +21,7 @@ from triax.engine.optim.elementwise import Lion, UncorrectedAdam
 from triax.engine.optim.optimizers import names
 from triax.plugins.gradient_compression import OneBitAdam
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 WIDTH, STEPS = 3, 5
 LR = 0.02
@@ -123,7 +123,7 @@ BY_FORMULA: list[tuple[dict[str, Any], Update]] = [
 
 
 @pytest.mark.parametrize(("optimizer", "update"), BY_FORMULA, ids=[str(c[0]) for c in BY_FORMULA])
-def test_the_formula(optimizer: dict[str, Any], update: Update) -> None:
+def test_each_optimizer_steps_by_its_formula(optimizer: dict[str, Any], update: Update) -> None:
     torch.testing.assert_close(trained(optimizer), reference(update), rtol=1e-10, atol=1e-13)
 
 
@@ -297,7 +297,7 @@ def test_our_own_on_flat_ranges_and_in_sub_groups(ranks: Any, stage: int) -> Non
         ({"type": "SGD", "params": {"lr": True}}, "optimizer.params.lr: give a number, not true"),
     ],
 )
-def test_refused(optimizer: dict[str, Any], words: str) -> None:
+def test_optimizers_with_mistakes_are_refused(optimizer: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_config({"train_batch_size": 4, "optimizer": optimizer})
     assert words in str(error.value)

@@ -18,7 +18,8 @@ from triax.grid import Grid
 from triax.grid.environment import read_environment
 from triax.grid.launcher.launch import launch
 
-from processes import as_mpich, as_mpirun, as_srun, free_port, started
+from support.paths import ROOT
+from support.processes import as_mpich, as_mpirun, as_srun, free_port, started
 
 _LAUNCHERS = re.compile("RANK|WORLD|LOCAL|MASTER|SLURM|OMPI|PMI|TORCHELASTIC")
 
@@ -136,7 +137,7 @@ for _ in range(2 if engine.grid.rank == int(sys.argv[1]) else 5):
 """
 PROGRAM = f"""
 import sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parent.parent / "support")!r}]
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(ROOT / "tests")!r}]
 from test_absent import unlike_steps
 text = unlike_steps(int(sys.argv[1]))
 if text:

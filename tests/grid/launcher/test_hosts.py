@@ -20,7 +20,7 @@ from triax.grid.launcher.remote import SSH, exported_variables, host_command, is
 HOSTS = {"worker-1": 4, "worker-2": 4, "10.0.0.3": 2}
 
 
-def test_a_hostfile() -> None:
+def test_a_hostfile_gives_hosts_and_slots_in_its_order() -> None:
     text = "# the cluster\nworker-1 slots=4\n\n  worker-2   slots=4   # the slow one\n10.0.0.3 slots=2\n"
     assert parse_hostfile(text) == HOSTS
     assert list(parse_hostfile("b slots=1\na slots=1")) == ["b", "a"]
@@ -48,7 +48,7 @@ def test_a_hostfile() -> None:
         ("a" * 64 + ".b slots=1", "is not the name or address of a host"),
     ],
 )
-def test_hostfiles_refused(text: str, words: str) -> None:
+def test_hostfiles_with_mistakes_are_refused_by_line(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_hostfile(text, "hosts.txt")
     assert words in str(error.value) and str(error.value).startswith("hosts.txt")
@@ -66,7 +66,7 @@ def test_hostfiles_refused(text: str, words: str) -> None:
         ("10.0.0.3:1", "", {"10.0.0.3": (1,)}),
     ],
 )
-def test_slots_chosen(include: str, exclude: str, wanted: dict[str, tuple[int, ...]]) -> None:
+def test_include_and_exclude_choose_slots(include: str, exclude: str, wanted: dict[str, tuple[int, ...]]) -> None:
     found = select(HOSTS, include, exclude)
     assert found == wanted and list(found) == list(wanted)  # in the hostfile's order: that of the ranks
 
@@ -86,7 +86,7 @@ def test_slots_chosen(include: str, exclude: str, wanted: dict[str, tuple[int, .
         ("", "worker-2:9", "--exclude names slot 9, but worker-2 has slots 0 to 3"),
     ],
 )
-def test_slots_refused(include: str, exclude: str, words: str) -> None:
+def test_slots_that_do_not_exist_are_refused(include: str, exclude: str, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         select(HOSTS, include, exclude)
     assert words in str(error.value)
@@ -169,7 +169,7 @@ def test_nothing_of_a_command_is_read_as_shell_text_or_as_an_option(tmp_path: Pa
             exported_variables({}, [asked])
 
 
-def test_variables_passed_on() -> None:
+def test_exported_variables_are_passed_to_the_hosts() -> None:
     environ = {"NCCL_DEBUG": "INFO", "HOME": "/root", "MINE": "3", "PYTHONPATH": "/x"}
     assert exported_variables(environ) == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/x"}
     assert exported_variables(environ, ["MINE", "OTHER=a=b"], ()) == {"MINE": "3", "OTHER": "a=b"}

@@ -19,7 +19,7 @@ from triax.grid.launcher.worker import lost_peer
 from triax.grid.topology import Topology
 from triax.testing.pool import slowdown
 
-from processes import TRIAX, is_alive, last_line, started
+from support.processes import TRIAX, is_alive, last_line, started
 
 GRID = """
 import os, signal, sys, time
@@ -387,5 +387,8 @@ def test_lost_peers_are_recognised() -> None:
     assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
-def test_cores() -> None:
-    assert 1 <= cores() <= (os.cpu_count() or 1)
+def test_the_count_of_cores_is_that_of_the_process() -> None:
+    with_one_core = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+    with_one_core += "from triax.grid.launcher.launch import cores; print(cores())"
+    done = subprocess.run([sys.executable, "-c", with_one_core], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n" and cores() == len(os.sched_getaffinity(0))

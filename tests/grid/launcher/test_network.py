@@ -21,9 +21,9 @@ from triax.base.ports import is_loopback, resolve
 from triax.grid.comm.tcp_store import serve_store
 from triax.grid.launcher.elastic import elastic_rendezvous
 
-from import_reader import library
-from paths import ROOT
-from processes import TRIAX, as_mpirun, free_port, started
+from support.import_reader import library
+from support.paths import ROOT
+from support.processes import TRIAX, as_mpirun, free_port, started
 
 # Each rank says that it is connected, and stays until it may end.
 STAYS = """
@@ -103,7 +103,7 @@ def test_a_run_on_one_host_listens_on_the_loopback_address_alone(tmp_path: Path)
 
 
 @pytest.mark.exhaustive
-def test_under_mpirun_too(tmp_path: Path) -> None:
+def test_ranks_of_mpirun_listen_on_the_loopback_alone(tmp_path: Path) -> None:
     port = {"MASTER_PORT": str(free_port())}
     command: list[object] = [sys.executable, "script.py"]
     found = listening_during(tmp_path, command, command, a=as_mpirun(0, 2) | port, b=as_mpirun(1, 2) | port)

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from network_namespaces import Namespaces
 
-from launched_scripts import ELSEWHERE, written
-from processes import TRIAX, free_port, last_line, started
+from support.launched_scripts import ELSEWHERE, written
+from support.network_namespaces import Namespaces
+from support.processes import TRIAX, free_port, last_line, started
 
 # A script that runs until the test ends it.
 GOES_ON = """

@@ -16,7 +16,7 @@ import pytest
 from triax.base.errors import ConfigError
 from triax.grid.launcher.replica_jobs import drain, run_replicas
 
-from processes import TRIAX, is_alive, started
+from support.processes import TRIAX, is_alive, started
 
 
 @pytest.mark.parametrize("restarts", [0, 2])

@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import run_triax
+import torch
 from typer.testing import CliRunner
 
 from triax.base.errors import ConfigError
 from triax.cli.main import app
 from triax.compat.launcher_options import IDLE, REFUSED
 from triax.grid.environment import Environment, read_environment
-from triax.grid.launcher.launch import launch
+from triax.grid.launcher.launch import cores, launch
 from triax.grid.launcher.log_tail import LogTail
 
-import processes
-from launched_scripts import ELSEWHERE, SCRIPT, written
-from paths import DOCS
-from processes import TRIAX, as_mpich, as_mpirun, as_srun, free_port, last_line, started
+from support.command_line import run_triax
+from support.launched_scripts import ELSEWHERE, SCRIPT, written
+from support.paths import DOCS
+from support.processes import TRIAX, as_mpich, as_mpirun, as_srun, free_port, last_line, started
 
 # Rank 1 is killed in the middle of work, so many times.
 FALLS = """
@@ -169,7 +169,7 @@ def logged(folder: Path, *words: str, **more: str) -> list[str]:
 
 
 @pytest.mark.exhaustive
-def test_horovodruns_command_line(tmp_path: Path) -> None:
+def test_triax_run_takes_horovodruns_command_line(tmp_path: Path) -> None:
     """``-np``, ``-H``, ``python`` before the script, and the local rank that scripts with this option get."""
     (tmp_path / "train.py").write_text(TOLD)
     words = ["-np", "2", "-H", "localhost:3", "--gloo", "--cycle-time-ms", "2", "python", "train.py", "--steps", "7"]
@@ -177,7 +177,7 @@ def test_horovodruns_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_deepspeeds_command_line(tmp_path: Path) -> None:
+def test_triax_run_takes_deepspeeds_command_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TOLD)
     (tmp_path / "hosts").write_text("one slots=2\ntwo slots=1\n")
     words = ["--num_gpus", "2", "--master_port", str(free_port()), "--no_local_rank", "--quiet", "train.py"]
@@ -223,11 +223,11 @@ def test_options_of_other_launchers(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "options of Python have no effect here" in str(result.exception)
 
 
-def test_environment_report() -> None:
+def test_triax_env_lists_versions_and_backends() -> None:
     result = CliRunner().invoke(app, ["env"])
     assert result.exit_code == 0
-    for word in ("triax", "torch", "gloo", "cores", "tensorboard", "mpirun"):
-        assert word in result.output
+    for line in (rf"torch +│ {re.escape(torch.__version__)}", rf"{cores()} cores", "gloo", "tensorboard", "mpirun"):
+        assert re.search(line, result.output), result.output
 
 
 def test_two_hosts_start_again_together_and_name_the_dead_rank(tmp_path: Path) -> None:
@@ -280,6 +280,7 @@ def test_what_other_launchers_say() -> None:
 
 
 LAUNCH_DOCS = DOCS / "launch.md"
+TESTS = str(DOCS.parent / "tests")
 
 
 def as_launchers(folder: Path) -> None:
@@ -287,8 +288,8 @@ def as_launchers(folder: Path) -> None:
     for name, variables in (("mpirun", as_mpirun), ("srun", as_srun)):
         (folder / name).write_text(
             f"#!{sys.executable}\nimport os, subprocess, sys\n"
-            f"sys.path.insert(0, {str(Path(processes.__file__).parent)!r})\n"
-            f"from processes import {variables.__name__} as variables\n"
+            f"sys.path.insert(0, {TESTS!r})\n"
+            f"from support.processes import {variables.__name__} as variables\n"
             "size = int(sys.argv[2])\n"
             "ranks = [subprocess.Popen(sys.argv[3:], env={**os.environ, **variables(r, size)}) for r in range(size)]\n"
             "sys.exit(max(rank.wait() for rank in ranks))\n"

@@ -25,7 +25,7 @@ from triax.plugins.dry_run.values import MetaValues
 from triax.plugins.plan.memory import ModelMemory
 from triax.plugins.plan.parallel_layout import ParallelLayout
 
-from resident import status
+from support.resident import status
 
 CONFIG = GPTConfig(
     vocab_size=256, max_position_embeddings=32, hidden_size=32, num_hidden_layers=4, num_attention_heads=4
@@ -334,7 +334,7 @@ def test_ranks_that_all_wait_are_told() -> None:
     assert hub._value(request) == 3
 
 
-def test_classes_follow_comparisons() -> None:
+def test_classes_of_ranks_follow_what_they_compare() -> None:
     classes = Classes(triax.Topology(pipe=2, data=4, tensor=2))
     record = {"comparisons": [["data", [["mod", 2]], "eq", 1], ["world", [], "lt", 9]], "shards": ["a", "a"]}
     classes.learn({0: record, 8: record})

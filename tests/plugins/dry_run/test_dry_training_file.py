@@ -25,8 +25,8 @@ from triax.plugins.dry_run.rank import Settings
 from triax.train.file import read_training_file
 from triax.train.job import resolve
 
-from paths import DOCS, ROOT
-from resident import status
+from support.paths import DOCS, ROOT
+from support.resident import status
 
 FILE = """
 model: {preset: llama-tiny, overrides: {num_hidden_layers: 4}}

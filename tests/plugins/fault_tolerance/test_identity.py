@@ -18,8 +18,8 @@ from triax.data import TokenData
 from triax.models.gpt import GPTConfig, gpt_layers
 from triax.plugins.fault_tolerance.identity import identity
 
-from replica_jobs import coordinator, finish, has_stepped, losses, start, until
-from tokenized import folder
+from support.replica_jobs import coordinator, finish, has_stepped, losses, start, until
+from support.tokenized import folder
 
 # A program of a user, in whose text a test changes one thing.
 PROGRAM = """

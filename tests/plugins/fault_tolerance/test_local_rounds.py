@@ -16,7 +16,7 @@ import triax
 from triax.data.dataloader import make_loader
 from triax.plugins.fault_tolerance.membership import History, Ledger
 
-from replica_jobs import (
+from support.replica_jobs import (
     SHARE,
     Samples,
     coordinator,

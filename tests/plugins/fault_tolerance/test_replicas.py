@@ -16,7 +16,7 @@ from triax.base.errors import ConfigError
 from triax.data.dataloader import make_loader
 from triax.plugins.fault_tolerance.membership import History, Ledger
 
-from replica_jobs import (
+from support.replica_jobs import (
     MICRO,
     SHARE,
     Samples,

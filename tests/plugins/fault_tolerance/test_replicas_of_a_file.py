@@ -26,9 +26,9 @@ from triax.train.file import read_training_file
 from triax.train.job import Job, resolve
 from triax.train.model import build_module, parameter_groups
 
-from processes import started
-from reference import gpt_logits
-from tokenized import folder
+from support.processes import started
+from support.reference import gpt_logits
+from support.tokenized import folder
 
 RUN = """\
 name: {name}

@@ -11,7 +11,7 @@ import triax
 from triax.plugins.fault_tolerance.membership import History
 from triax.plugins.fault_tolerance.shard_cut import ShardCut
 
-from replica_jobs import (
+from support.replica_jobs import (
     ask_to_leave,
     coordinator,
     finish,

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from network_namespaces import Namespaces
 
-from replica_jobs import changes, coordinator, finish, losses, start
+from support.network_namespaces import Namespaces
+from support.replica_jobs import changes, coordinator, finish, losses, start
 
 LIMITS = {"timeout": 3.0, "silence": 1.0}
 

@@ -18,7 +18,7 @@ from triax.plugins.gradient_compression import PowerSGD
 from triax.plugins.gradient_compression.compressor import message_bytes, pack_message, unpack_message
 from triax.zero import ShardedOptimizer
 
-from compression_references import (
+from support.compression_references import (
     FULL,
     POWER,
     STEPS,
@@ -323,7 +323,7 @@ def plain_elements(report: dict[str, Any], ring: float, stage: int) -> float:
     return float(report["uncompressed"]["data"] / ring / 2 / 8)
 
 
-def test_messages() -> None:
+def test_compressed_messages_pack_and_unpack_exactly() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for count in (1, 2, 3, 8):
             numbers, values = torch.arange(count, dtype=torch.int32), torch.randn(count).to(dtype)

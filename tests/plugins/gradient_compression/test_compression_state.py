@@ -16,7 +16,7 @@ from triax.compat.deepspeed.from_config import read_config
 from triax.plugins.gradient_compression import PowerSGD, SparseRows, TopK
 from triax.zero import ShardedOptimizer
 
-from compression_references import (
+from support.compression_references import (
     FULL,
     LR,
     POWER,
@@ -146,7 +146,7 @@ def alone(compression: Any, stage: int, steps: int = 6, resume: int = 0) -> Any:
 @pytest.mark.parametrize(
     "compression", [TopK(0.1), PowerSGD(1), "rows", "fp16"], ids=["topk", "powersgd", "rows", "fp16"]
 )
-def test_plain_loops(ranks: Any, compression: Any) -> None:
+def test_compression_in_a_plain_loop_resumes_exactly(ranks: Any, compression: Any) -> None:
     found, whole = ranks(2, alone, compression, 1), ranks(2, alone, None, 1)
     again = ranks(2, alone, compression, 1, resume=3)
     for trace, more, plainly in zip(found, again, whole, strict=True):
@@ -259,7 +259,7 @@ SGD_M = {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.9}}
         ),
     ],
 )
-def test_refused(config: dict[str, Any], words: str) -> None:
+def test_compression_options_that_cannot_be_are_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_config({**BASE, **config})
 

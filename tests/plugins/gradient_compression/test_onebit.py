@@ -15,7 +15,7 @@ import torch
 from triax import Grid
 from triax.plugins.gradient_compression.onebit.allreduce import OneBitMean, pack, unpack
 
-from onebit_references import (
+from support.onebit_references import (
     FREEZE,
     HALF,
     PARAMS,
@@ -55,7 +55,7 @@ CHOSEN |= {(2, 2, 1): ["OneBitLamb"], (1, 2, 2): ["ZeroOneAdam"]}
     ],
     ids=str,
 )
-def test_the_papers_equations(ranks: Any, kind: str, shape: tuple[int, int, int]) -> None:
+def test_1_bit_steps_are_the_papers_equations(ranks: Any, kind: str, shape: tuple[int, int, int]) -> None:
     if kind == "OneBitLamb" and shape[2] > 1:
         return  # refused: see below
     corrects, clip = shape[1] != 2, 0.4 if shape[1] == 4 or shape[2] == 2 else 0.0

@@ -20,7 +20,7 @@ from triax.plugins.gradient_compression import OneBitAdam, ZeroOneAdam
 from triax.tensor_parallel import VocabParallelEmbedding
 from triax.zero import ShardedOptimizer
 
-from onebit_references import (
+from support.onebit_references import (
     BATCH,
     HALF,
     PARAMS,
@@ -36,7 +36,7 @@ from onebit_references import (
     share,
     step,
 )
-from toys import mean_loss
+from support.toys import mean_loss
 
 
 def interrupted(
@@ -294,7 +294,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "words"), CASES, ids=[str(given) for given, _ in CASES])
-def test_refused(given: dict[str, Any], words: str) -> None:
+def test_1_bit_options_that_cannot_be_are_refused(given: dict[str, Any], words: str) -> None:
     params = {} if "zero_optimization" in given else given
     more = given if "zero_optimization" in given else {}
     with pytest.raises(ConfigError) as error:
@@ -382,7 +382,7 @@ def tied_ends(kind: str) -> Any:
 @pytest.mark.parametrize(
     "kind", ["OneBitAdam", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in list(PARAMS)[1:])]
 )
-def test_a_tie_stays_one_weight_on_all_its_stages(ranks: Any, kind: str) -> None:
+def test_1_bit_steps_keep_tied_weights_equal(ranks: Any, kind: str) -> None:
     found = ranks(4, tied_ends, kind)
     for losses, weights, names in found:
         assert names == found[0][2] and losses == found[0][0]

@@ -15,7 +15,7 @@ from triax.base.errors import ConfigError
 from triax.compat.deepspeed.from_config import read_config
 from triax.plugins.gradient_compression import OneBitSGD
 
-from toys import mean_loss
+from support.toys import mean_loss
 
 WIDTH, BATCH, STEPS, FREEZE = 6, 8, 7, 2
 OPTIONS: dict[str, Any] = {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.1, "nesterov": True, "freeze_step": FREEZE}
@@ -146,12 +146,12 @@ def resumed(replicas: int, folder: str) -> Weights:
 
 
 @pytest.mark.exhaustive
-def test_errors_are_saved(ranks: Any, tmp_path: Path) -> None:
+def test_1_bit_sgd_saves_its_error_feedback(ranks: Any, tmp_path: Path) -> None:
     first, second = (ranks(2, resumed, 2, str(tmp_path))[0] for _ in range(2))
     torch.testing.assert_close(second, first, rtol=0, atol=0)
 
 
-def test_refused_with_shards() -> None:
+def test_1_bit_sgd_is_refused_with_shards() -> None:
     optimizer = {"type": "OneBitSGD", "params": {"lr": 0.1}}
     with pytest.raises(ConfigError, match="set stage 0"):
         read_config({"train_batch_size": 4, "optimizer": optimizer, "zero_optimization": {"stage": 1}})

@@ -17,7 +17,7 @@ from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.plugins.gradient_compression.compressor import message_bytes
 from triax.tensor_parallel import VocabParallelEmbedding
 
-from compression_references import (
+from support.compression_references import (
     LR,
     POWER,
     SAMPLES,
@@ -152,7 +152,7 @@ def tied_ends(section: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("section", [{**POWER, "rank": 2}, {**TOPK, "ratio": 0.9}], ids=["powersgd", "topk, dense"])
-def test_a_tie_stays_one_weight_on_all_its_stages(ranks: Any, section: dict[str, Any]) -> None:
+def test_sparse_rows_keep_tied_weights_equal(ranks: Any, section: dict[str, Any]) -> None:
     """Bit by bit: the order of a ring's sums depends on the rest of the message, which differs between stages."""
     first, *others = ranks(8, tied_ends, section)
     for weight in others:

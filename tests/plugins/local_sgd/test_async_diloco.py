@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from triax.testing.pool import RankFailure
 
-from local_training import (
+from support.local_training import (
     ADAMW,
     OUTER,
     SGD,

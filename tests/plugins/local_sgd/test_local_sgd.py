@@ -19,7 +19,7 @@ from triax.compat.deepspeed.from_config import read_config
 from triax.data.dataloader import make_loader
 from triax.models.gpt import GPTConfig
 
-from local_training import (
+from support.local_training import (
     ADAMW,
     LENGTH,
     OUTER,
@@ -38,7 +38,7 @@ from local_training import (
     settings,
     weights_of,
 )
-from reference import gpt_logits
+from support.reference import gpt_logits
 
 SIZES = GPTConfig(VOCABULARY, LENGTH, 8, 2, 2)
 
@@ -245,7 +245,7 @@ WAITS: list[dict[str, Any]] = [
         *(pytest.param(4, WAITS[number], marks=pytest.mark.exhaustive) for number in (0, 2)),
     ],
 )
-def test_a_plain_module(ranks: Any, replicas: int, waits: dict[str, Any]) -> None:
+def test_diloco_around_a_plain_module_is_the_reference(ranks: Any, replicas: int, waits: dict[str, Any]) -> None:
     """DiLoCo around any module in DeepSpeed's loop; the outer step of the reference is torch's."""
     local = {**waits, "every": 2, **OUTER}
     expected = module_reference(replicas, local, clip=0.1)
@@ -443,7 +443,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "words"), REFUSED)
-def test_refused(wrong: dict[str, Any], words: str) -> None:
+def test_local_sgd_options_that_cannot_be_are_refused(wrong: dict[str, Any], words: str) -> None:
     config = {**settings({"type": "diloco", "every": 2}, ADAMW, 1), **wrong}
     with pytest.raises(ConfigError, match=words):
         read_config(config)
@@ -456,7 +456,7 @@ def test_without_an_optimizer_there_is_nothing_to_step() -> None:
         initialize(model=network(), config=config)
 
 
-def test_one_replica_alone() -> None:
+def test_local_sgd_of_one_replica_is_sgd() -> None:
     """With one replica, local SGD is SGD."""
     engine = make((1, 1, 1), {"type": "local_sgd", "every": 2}, ADAMW)
     plain = make((1, 1, 1), None, ADAMW)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from local_training import (
+from support.local_training import (
     ADAMW,
     OUTER,
     SGD,

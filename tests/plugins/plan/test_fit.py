@@ -12,7 +12,7 @@ from triax.plugins.plan.memory import ModelMemory
 from triax.plugins.plan.parallel_layout import ParallelLayout
 from triax.plugins.plan.search import divisors
 
-from published_runs import (
+from support.published_runs import (
     LATER_A100,
     LATER_H100,
     MEGATRON_CORE,

@@ -21,7 +21,7 @@ from triax.plugins.plan.fit import SPREADS, figures, fit, fitted, leave_one_out,
 from triax.plugins.plan.machine import machine
 from triax.plugins.plan.trust import HALF, kept, student, trust
 
-from paths import BENCHMARKS
+from support.paths import BENCHMARKS
 
 B200 = machine("b200")
 RUNS = read_runs(BENCHMARKS / "published" / "b200.csv")
@@ -87,7 +87,7 @@ def test_a_wrong_row_is_refused_with_its_number(tmp_path: Path, content: str, me
 
 
 def test_measured_machines_and_wrong_files_are_not_fitted(tmp_path: Path) -> None:
-    from measured_machine import HERE
+    from support.measured_machine import HERE
 
     with pytest.raises(ValueError, match="which a fit would not change"):
         fit(HERE, RUNS[:1])

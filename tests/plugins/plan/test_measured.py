@@ -22,7 +22,7 @@ from triax.plugins.plan.measured import interpolated
 from triax.plugins.plan.parallel_layout import ParallelLayout
 from triax.plugins.plan.search import Searcher, Space
 
-from measured_machine import HERE
+from support.measured_machine import HERE
 
 WORK = Work(
     GPTConfig(vocab_size=512, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, dropout=0.0),

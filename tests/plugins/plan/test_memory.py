@@ -25,7 +25,7 @@ from triax.pipe.schedules.registry import RECIPES, named_schedule
 from triax.plugins.plan.memory import ModelMemory, StateOptions, in_flight
 from triax.plugins.plan.parallel_layout import ParallelLayout
 
-from paper_formulas import paper_activations
+from support.paper_formulas import paper_activations
 
 _MAKERS: dict[Any, Any] = {
     GPTConfig: gpt_layers,
@@ -168,7 +168,7 @@ def test_activations_are_the_counted_bytes(ranks: Any, cases: list[dict[str, Any
                     assert counted["activations"] == wanted[pipe].activations, (each, pipe)
 
 
-def test_korthikantis_figures() -> None:
+def test_activations_are_those_of_korthikantis_tables() -> None:
     """Korthikanti et al. 2022: table 2, the 22B to 1T models of table 3, and the first rank of section 4.2.3.
 
     Beside the paper's bytes, blocks keep the norms' means and deviations: 16 bytes a token.

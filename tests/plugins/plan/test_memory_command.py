@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from triax.base.errors import ConfigError
 from triax.cli.main import app
 
-from paths import DOCS, ROOT
+from support.paths import DOCS, ROOT
 
 RECIPE = ROOT / "examples" / "recipes" / "llama3-70b-64gpus.yaml"
 STATES = ("parameters", "gradients", "masters", "optimizer")

@@ -7,7 +7,7 @@ import pytest
 from triax.plugins.plan.parallel_layout import ParallelLayout
 
 
-def test_sizes_and_defaults() -> None:
+def test_a_parallel_layout_has_its_sizes_and_defaults() -> None:
     layout = ParallelLayout(pipe=2, data=4, context=2, tensor=8, expert=8, microbatch=2)
     assert layout.gpus == 128 == layout.topology.world_size
     assert layout.topology.sizes == {"pipe": 2, "data": 4, "context": 2, "tensor": 8, "expert": 8}

@@ -26,9 +26,9 @@ from triax.plugins.plan.parallel_layout import CHANGES
 from triax.plugins.plan.trust import trust
 from triax.train.file import read_training_file
 
-from measured_machine import HERE
-from paths import DOCS
-from readme_blocks import blocks, commands
+from support.measured_machine import HERE
+from support.paths import DOCS
+from support.readme_blocks import blocks, commands
 
 TEXT = (DOCS / "plan.md").read_text()
 GPT = {"hidden_size": 12288, "num_hidden_layers": 80, "num_attention_heads": 96, "vocab_size": 51200}

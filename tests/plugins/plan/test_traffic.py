@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from planned_traffic import sent_bytes
 
 import triax
 from triax import Grid, PipelineModule
@@ -16,6 +15,8 @@ from triax.models.layers import NextTokenLoss
 from triax.models.llama import llama_layers
 from triax.pipe.schedules.registry import RECIPES
 from triax.plugins.plan.parallel_layout import ParallelLayout
+
+from support.planned_traffic import sent_bytes
 
 _SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4}
 _GPT = GPTConfig(max_position_embeddings=24, dropout=0.0, **_SIZES)

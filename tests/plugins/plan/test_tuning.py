@@ -58,7 +58,7 @@ def test_a_size_that_does_not_fit_is_never_chosen() -> None:
         assert bool(found.fitting) == (limit >= 51)
 
 
-def test_out_of_memory_is_the_next_smaller_size() -> None:
+def test_a_search_out_of_memory_takes_the_next_smaller_size() -> None:
     def truth(size: int) -> Measured | None:
         return None if size > 8 else Measured(1, size, 0)
 

@@ -18,7 +18,7 @@ import triax
 from triax import Grid
 from triax.train.methods import distill_loss, with_teacher
 
-from trl_in_float64 import exact
+from support.trl_in_float64 import exact
 
 ROWS, PROMPT, LENGTH, WORDS, RATE, K = 4, 4, 12, 29, 0.2, 5
 STEPS = pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
@@ -201,7 +201,7 @@ def same_run(ranks: Any, folder: Path, wanted: list[tuple[float, float]], loss: 
 
 @STEPS
 @pytest.mark.parametrize("kind", ["reverse", pytest.param("jsd", marks=pytest.mark.exhaustive)])
-def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
+def test_distillation_has_trls_losses_and_weights(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
     loss, options = LOSSES[kind]
     (wanted,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300, **options)
     assert len(wanted) == steps and len(set(wanted)) == steps
@@ -211,7 +211,7 @@ def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, kind: s
 
 @STEPS
 @pytest.mark.parametrize(("top_k", "temperature", "hard"), [(K, 1.5, 0.0), (None, 2.0, 0.5)])
-def test_losses_and_weights_are_those_of_the_equations(
+def test_distillation_has_the_equations_losses_and_weights(
     ranks: Any, tmp_path: Path, top_k: int | None, temperature: float, hard: float, steps: int
 ) -> None:
     loss = {"kind": "forward", "temperature": temperature, "hard": hard}
@@ -262,7 +262,7 @@ def test_bytes_sent_are_those_of_the_docstring(ranks: Any, top_k: int | None) ->
         assert more == (wanted + schemas if rank >= 2 else 0) and 0 <= schemas < 2 * 300
 
 
-def test_mistakes_are_refused() -> None:
+def test_distillation_losses_refuse_mistakes() -> None:
     grid = Grid()
     with pytest.raises(ValueError, match="there is no distillation loss 'revers'"):
         distill_loss(grid, 8, "revers")  # type: ignore[arg-type]

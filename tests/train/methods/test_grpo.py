@@ -22,7 +22,7 @@ from triax import Grid
 from triax.context.order import gather, shard
 from triax.train.methods import Rollouts, grpo_loss
 
-from trl_in_float64 import exact
+from support.trl_in_float64 import exact
 
 GENERATIONS, ITERATIONS, GROUP, PROMPTS, NEW = 3, 3, 4, 2, 6
 SEED = 19
@@ -364,7 +364,7 @@ def test_a_sequence_in_parts_has_the_loss_and_gradient_of_all(ranks: Any, level:
         torch.testing.assert_close(found, gradient, rtol=0, atol=1e-10)
 
 
-def test_mistakes_are_refused() -> None:
+def test_grpo_losses_refuse_mistakes() -> None:
     grid = Grid()
     with pytest.raises(ValueError, match="there is no policy loss 'gspo'"):
         grpo_loss(grid, 7, "gspo")  # type: ignore[arg-type]

@@ -16,8 +16,8 @@ import triax
 from triax import Grid
 from triax.train.methods import kto_loss, with_baseline, with_reference
 
-from toy_answers import model_of, quiet, row_of, steps, tokenizer
-from trl_in_float64 import exact
+from support.toy_answers import model_of, quiet, row_of, steps, tokenizer
+from support.trl_in_float64 import exact
 
 BATCH, BETA, RATE, UNDESIRABLE = 4, 0.2, 0.1, 1.3
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy"]
@@ -104,7 +104,7 @@ GRIDS: list[tuple[dict[str, int], str, int, str]] = [
 
 
 @pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
-def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, steps: int) -> None:
+def test_kto_has_trls_losses_and_weights(ranks: Any, tmp_path: Path, steps: int) -> None:
     (losses,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300)
     last = load_file(tmp_path / "last" / "model.safetensors")
     kls = []
@@ -122,7 +122,7 @@ def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, steps: 
     assert kls[0] > 0 and kls == pytest.approx(kls[:1] * 3, rel=1e-10)
 
 
-def test_mistakes_are_refused() -> None:
+def test_kto_losses_refuse_mistakes() -> None:
     grid = Grid()
     with pytest.raises(ValueError, match="beta is 0"):
         kto_loss(grid, 8, beta=0)

@@ -17,8 +17,8 @@ import triax
 from triax import Grid
 from triax.train.methods import preference_loss, with_reference
 
-from toy_answers import model_of, quiet, row_of, steps, tokenizer
-from trl_in_float64 import exact
+from support.toy_answers import model_of, quiet, row_of, steps, tokenizer
+from support.trl_in_float64 import exact
 
 PAIRS, BETA = 4, 0.2
 STEPS = pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
@@ -150,7 +150,7 @@ GRIDS: list[tuple[dict[str, int], str, int, str]] = [
 
 @STEPS
 @pytest.mark.parametrize("kind", ["dpo", "ipo"])
-def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
+def test_preference_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
     (losses,) = ranks(1, trl_steps, str(tmp_path), kind, steps, timeout=300)
     grids = GRIDS if kind == "dpo" else GRIDS[:1]
     for axes, schedule, stage, labels in grids:
@@ -162,13 +162,13 @@ def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, kind: s
 
 @STEPS
 @pytest.mark.parametrize("kind", ["simpo", "orpo"])
-def test_losses_and_weights_are_those_of_the_equations(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
+def test_preference_losses_and_weights_are_the_equations(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
     (losses,) = ranks(1, plain_steps, str(tmp_path), kind, steps, timeout=300)
     for axes, schedule, stage, labels in GRIDS[1:]:
         same_run(ranks, tmp_path, losses, kind, axes, schedule, stage, labels)
 
 
-def test_mistakes_are_refused() -> None:
+def test_preference_losses_refuse_mistakes() -> None:
     grid = Grid()
     with pytest.raises(ValueError, match="there is no preference loss 'dop'"):
         preference_loss(grid, 8, "dop")  # type: ignore[arg-type]

@@ -22,10 +22,10 @@ from triax.context.order import shard
 from triax.grid.ranges import split
 from triax.train.methods import RemoteTeacher, distill_loss, serve_teacher, with_teacher
 
-from paths import DOCS
-from processes import free_port, program, started
-from readme_blocks import programs
-from trl_in_float64 import exact
+from support.paths import DOCS
+from support.processes import free_port, program, started
+from support.readme_blocks import programs
+from support.trl_in_float64 import exact
 
 WORDS, K, TEMPERATURE, ROWS, LENGTH = 29, 5, 1.5, 4, 12
 SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}

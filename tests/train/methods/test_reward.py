@@ -18,8 +18,8 @@ import triax
 from triax import Grid
 from triax.train.methods import reward_layers, reward_loss
 
-from exact_norms import exact as exact_norms
-from trl_in_float64 import exact
+from support.exact_norms import exact as exact_norms
+from support.trl_in_float64 import exact
 
 PAIRS, LENGTH, WORDS, RATE, CENTER = 4, 12, 29, 0.05, 0.1
 SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24}
@@ -131,7 +131,7 @@ def trained(
 
 
 @pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
-def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, steps: int) -> None:
+def test_reward_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, steps: int) -> None:
     (rows,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300)
     wanted = [[row[name] for name in ("loss", *METRICS)] for row in rows]
     assert len(wanted) == steps and 0 < sum(row[2] for row in wanted) < steps
@@ -238,7 +238,7 @@ def test_adapters_train_the_new_head_too(tmp_path: Path) -> None:
     assert losses[-1] < 0.7 * losses[0] and not torch.equal(*heads)
 
 
-def test_a_checkpoint_is_exported(ranks: Any, tmp_path: Path) -> None:
+def test_a_reward_checkpoint_is_exported_for_transformers(ranks: Any, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from triax.cli.main import app
@@ -261,7 +261,7 @@ def checkpointed(folder: str) -> None:
     triax.Engine(module, batch=triax.Batch(size=2, microbatch=2)).save_checkpoint(f"{folder}/kept")
 
 
-def test_mistakes_are_refused(tmp_path: Path) -> None:
+def test_reward_losses_refuse_mistakes(tmp_path: Path) -> None:
     import transformers
 
     grid = Grid()

@@ -245,7 +245,7 @@ def test_an_answer_that_no_function_judges_is_in_no_mean() -> None:
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
-def test_mistakes_are_refused() -> None:
+def test_rollouts_refuse_mistakes() -> None:
     engine = engine_of(Grid())
     sampler = triax.init_inference(engine)
     make = partial(Rollouts, engine, sampler, small, max_new_tokens=4)
