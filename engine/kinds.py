@@ -8,7 +8,6 @@ from ..grid.comm.spans import Spans
 from ..options.batch import BatchSizes
 from ..pipe.executor import Executor
 from ..pipe.module import PipelineModule
-from ..pipe.program.timeline import Timeline
 from .accounting.memory import MemoryAccounts
 from .snapshot.capture import Checkpointed
 
@@ -22,22 +21,19 @@ class AnyEngine(Checkpointed, Protocol):
     record_memory: bool
 
     def loss_scale(self) -> float | None: ...
+    def is_last_microbatch(self) -> bool: ...
 
 
 class Pipelined(AnyEngine, Protocol):
     """Protocol: an engine of a ``PipelineModule``, as ``PipelineEngine`` documents it."""
 
     executor: Executor
-    record_timeline: bool
-    timeline: Timeline | None
 
 
 class Stepped(AnyEngine, Protocol):
     """Protocol: an engine of any other module, as ``ModuleEngine`` documents it."""
 
     microbatch: int
-
-    def is_last_microbatch(self) -> bool: ...
 
 
 def is_pipelined(engine: AnyEngine) -> TypeGuard[Pipelined]:

@@ -34,7 +34,7 @@ def losses(kind: str, profiler: triax.TorchProfiler | None) -> list[float]:
     if kind == "pipeline":
         layers: list[Any] = [LayerSpec(Named, 4, 4), torch.tanh, LayerSpec(Named, 4, 4)]
         model = PipelineModule(layers, grid=grid, loss_fn=nn.functional.mse_loss, dtype=torch.float64)
-    engine = triax.Engine(
+    engine: Any = triax.Engine(
         model,
         grid=grid,
         optimizer=triax.Optimizer("SGD", lr=0.1),
