@@ -28,7 +28,7 @@ from .monitor.mfu import MfuMeter, slowest_peak, tokens_in
 from .monitor.monitor import Monitor
 from .monitor.records import StepMetrics, StepRecord
 from .monitor.run_json import write_run
-from .monitor.step_record import time_parts
+from .monitor.step_record import COLLECTIVES, ops_of, time_parts
 from .monitor.step_timer import StepTimer
 from .monitor.trace.trace import trace_step
 from .monitor.wall_clock import PartMeans, phase_times, print_means
@@ -45,7 +45,6 @@ class RecordingObserver(StepObserver):
 
     Args:
         engine: the engine.
-        phases: the parts of a step to time.
 
     Attributes:
         monitor: writes the numbers of each step on rank 0; does nothing on other ranks.
@@ -55,7 +54,7 @@ class RecordingObserver(StepObserver):
         mfu: counts the model's FLOPs; None if nothing is written or the devices' peak is not known.
     """
 
-    def __init__(self, engine: Any, phases: tuple[str, ...]) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine: Any = weakref.proxy(engine)  # the engine holds the observer
         self._grid = engine.grid
         self.monitor, self._records = Monitor(), Records()
@@ -63,7 +62,7 @@ class RecordingObserver(StepObserver):
         self.trace: Path | None = None
         self.mfu: MfuMeter | None = None
         self._active = self._counts_tokens = False
-        self.timer, self._means = StepTimer(engine.grid, engine.spans, phases), PartMeans()
+        self.timer, self._means = StepTimer(engine.grid, engine.spans), PartMeans()
         self._began, self._since = 0.0, 0  # time at which the step began; the first step of this process
         self._tokens = 0  # of this step, on this replica
         self._rates: list[float] = []  # of this step, before the schedule sets those of the next one
@@ -239,7 +238,7 @@ class PipelineObserver(RecordingObserver):
     """Observer of a ``PipelineEngine``."""
 
     def __init__(self, engine: Any) -> None:
-        super().__init__(engine, ("batch", "program", "reduce", "optimizer"))
+        super().__init__(engine)
         self._record_memory: bool | None = None  # what engine.record_memory was before _begin_memory
 
     def before_step(self) -> None:
@@ -255,11 +254,11 @@ class PipelineObserver(RecordingObserver):
         def at(mark: Mark) -> float:
             return clock.at(mark) - origin
 
-        ops = tuple(Span(op, at(begin), at(end)) for op, _, begin, end in timer.ops if op.kind in COMPUTE)
+        ops = tuple(Span(op, at(begin), at(end)) for op, _, begin, end in ops_of(timer.timed) if op.kind in COMPUTE)
         collectives = tuple(
-            CollectiveSpan(c.collective, at(c.start), at(c.waited), at(c.end))
-            for c in timer.collectives
-            if c.axis.split()[0] == "data"  # ZeRO++'s "data within" and "data between" too
+            CollectiveSpan(kind, at(start), at(turn), at(end))
+            for kind, about, start, turn, end in timer.timed
+            if kind in COLLECTIVES and about.axis.name.split()[0] == "data"  # "data within" of ZeRO++ too
         )
         ranks = grid.pipe.all_gather_json((ops, collectives))
         return Timeline(
@@ -302,9 +301,6 @@ class PipelineObserver(RecordingObserver):
 
 class ModuleObserver(RecordingObserver):
     """Observer of a ``ModuleEngine``. A step begins where the one before ends."""
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine, ("forward", "backward", "reduce", "optimizer"))
 
     def _prepare(self) -> None:
         super()._prepare()

@@ -159,12 +159,12 @@ def recorded_too() -> tuple[int, int, bool]:
     grid = Grid(data=2)
     log = CommsLog(grid.synchronize)
     grid.spans.read(log, "all_reduce")
-    timer = StepTimer(grid, Spans(grid.spans), ("forward",))
+    timer = StepTimer(grid, Spans(grid.spans))
     timer.record()
     grid.data.all_reduce(torch.zeros(8))
     timer.end(1)
     grid.data.all_reduce(torch.zeros(8))
-    return len(timer.collectives), sum(len(each) for each in log.seconds.values()), len(grid.spans.readers) == 1
+    return len(timer.timed), sum(len(each) for each in log.seconds.values()), len(grid.spans.readers) == 1
 
 
 def test_a_recorded_axis_is_logged_all_the_same(ranks: Any) -> None:
