@@ -134,7 +134,7 @@ class Engine:
         record_memory: set it to True to count the memory of the next steps while they run, for ``memory_report``.
         auxiliary: auxiliary losses and expert loads, if the model has a mixture of experts.
         named_losses: terms and metrics of the loss, if it names them.
-        parts: contexts around the named parts of a step, for measurements.
+        spans: stream of the parts of a step and of the ops of a program, for measurements.
         replica_rows: warns once if replicas train on the same rows.
         observers: observers of steps, which each step calls in order.
         observer: the first of them; records, prints and traces steps.

@@ -1,6 +1,7 @@
 """Stream of spans: the parts of a step, the ops of a program and the operations of the axes, while they run.
 
-Whatever measures a step reads this stream: the communication log, the timeline, the times of a step, the profiles.
+Whatever measures a step reads this stream: the communication log, the timeline, the times of a step, the profiles. The
+context of a reader may also change what runs in it: autocast is such a reader.
 """
 
 from __future__ import annotations
