@@ -366,7 +366,10 @@ class Executor:
         return self._slices.running((op.stage, microbatch), number, *bounds[number], bounds[-1][1])
 
     def _op(self, run: ProgramRun, op: Op) -> None:
-        """Run an op in its span."""
+        """Run an op, in its span if anything is read."""
+        if not self._spans.are_read:
+            self._handlers[op.kind](run, op)
+            return
         with self._spans(op.kind, op) as run.span:
             self._handlers[op.kind](run, op)
 

@@ -104,11 +104,14 @@ class Spans:
 
     def __call__(self, kind: str, about: Any = None) -> AbstractContextManager[OpenSpan | None]:
         """Return the context in which a span runs. It yields None if nothing reads the kind."""
-        if self.readers or (self._outer is not None and self._outer.readers):
-            readers = self._readers_of(kind)
-            if readers:
-                return OpenSpan(kind, kind if about is None else about, readers)
-        return _UNREAD
+        if not self.are_read or not (readers := self._readers_of(kind)):
+            return _UNREAD
+        return OpenSpan(kind, kind if about is None else about, readers)
+
+    @property
+    def are_read(self) -> bool:
+        """True if anything reads spans of any kind."""
+        return bool(self.readers) or (self._outer is not None and bool(self._outer.readers))
 
     def read(self, reader: Reader, *kinds: str) -> Callable[[], None]:
         """Call a reader with each span of some kinds, or of all kinds, from now on.
