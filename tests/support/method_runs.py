@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from triax.base.errors import ConfigError
 from triax.grid.environment import read_environment
 from triax.train.file import read_training_file
 from triax.train.job import resolve
 from triax.train.loop import TrainingRun, train
+from triax.train.start import make_job
 
 from support.toy_answers import model_of, tokenizer
 from support.trl_in_float64 import exact
@@ -73,6 +75,18 @@ def run(root: str, method: str, *changes: str) -> list[float]:
     watch = Losses()
     train(resolve(file, None if environment is None else environment.world_size), [watch])
     return watch.losses
+
+
+def refusal_of(name: str, changes: list[str], capsys: Any) -> str:
+    """Return the text with which the training file ``name``.yaml of this folder is refused, before or in its run."""
+    try:
+        make_job(read_training_file(f"{name}.yaml", changes)[0])
+        run(os.getcwd(), name, "name=refused", *changes)
+    except ConfigError as error:
+        return str(error)
+    except SystemExit:
+        return str(capsys.readouterr().err)
+    raise AssertionError("nothing was refused")
 
 
 def same_weights(found: Path, wanted: dict[str, Tensor]) -> None:

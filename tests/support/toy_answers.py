@@ -40,6 +40,7 @@ def tokenizer() -> Any:
 
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(LETTERS, unk_token="."))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    inner.decoder = tokenizers.decoders.Fuse()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=".", eos_token="_")
 
 
@@ -61,6 +62,26 @@ def steps(folder: str, rows: int, count: int, rate: float) -> dict[str, Any]:
         "use_cpu": True,
         "gradient_checkpointing": False,
     }
+
+
+def in_order(trainer: type, samples: int) -> Any:
+    """Return a class of TRL's trainer that reads its samples in their order."""
+
+    class InOrder(trainer):  # type: ignore[misc, valid-type]
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return torch.utils.data.SequentialSampler(range(samples))
+
+    return InOrder
+
+
+def run_of(trainer: Any, folder: str) -> list[dict[str, float]]:
+    """Train with a trainer of TRL, save the weights after it, and return the log of its steps."""
+    import transformers
+
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    trainer.save_model(f"{folder}/last")
+    return [row for row in trainer.state.log_history if "loss" in row]
 
 
 def row_of(prompt: str, answer: str) -> tuple[Tensor, Tensor]:

@@ -10,13 +10,21 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from triax.base.errors import ConfigError
 from triax.data.answers import Answers
 from triax.data.dataloader import BatchOrder
-from triax.train.file import read_training_file
-from triax.train.start import make_job
 
-from support.method_runs import BATCH, RATE, STEPS, WORDS, numbers_of, run, same_weights, write_model, write_samples
+from support.method_runs import (
+    BATCH,
+    RATE,
+    STEPS,
+    WORDS,
+    numbers_of,
+    refusal_of,
+    run,
+    same_weights,
+    write_model,
+    write_samples,
+)
 from support.paths import ROOT
 from support.toy_answers import SIZES, model_of
 from support.trl_in_float64 import exact
@@ -176,13 +184,4 @@ def test_distill_runs_refuse_mistakes(
 ) -> None:
     monkeypatch.chdir(place)
     (place / "other.jsonl").write_text("".join((place / "distill.jsonl").read_text().splitlines(True)[1:]))
-    try:
-        make_job(read_training_file("distill.yaml", changes)[0])
-        run(str(place), "distill", "name=d", *changes)
-    except ConfigError as error:
-        text = str(error)
-    except SystemExit:
-        text = capsys.readouterr().err
-    else:
-        raise AssertionError("nothing was refused")
-    assert message in text
+    assert message in refusal_of("distill", changes, capsys)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,13 @@ import triax
 from triax import Grid
 from triax.train.methods import distill_loss, with_teacher
 
+from support.toy_answers import SIZES, quiet, run_of, steps, tokenizer
 from support.trl_in_float64 import exact
 
 ROWS, PROMPT, LENGTH, WORDS, RATE, K = 4, 4, 12, 29, 0.2, 5
 STEPS = pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
-SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24}
-SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-SIZES |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.2}
-LARGER = SIZES | {"hidden_size": 24, "num_hidden_layers": 3}
+SMALL = SIZES | {"vocab_size": WORDS, "initializer_range": 0.2}
+LARGER = SMALL | {"hidden_size": 24, "num_hidden_layers": 3}
 # Arguments of distill_loss, and TRL's of the same loss.
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "reverse": ({"kind": "reverse"}, {"beta": 1.0}),
@@ -61,12 +59,10 @@ def batch_of(step: int) -> tuple[Tensor, dict[str, Tensor]]:
     return ids[:, :-1], {"labels": labels}
 
 
-def trl_steps(folder: str, steps: int, **options: Any) -> list[tuple[float, float]]:
+def trl_steps(folder: str, count: int, **options: Any) -> list[tuple[float, float]]:
     """Train with TRL on one process; return losses and entropies, and save both models before and the one after."""
-    os.environ.update(CI="1", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")  # no telemetry
+    quiet()
     import datasets
-    import tokenizers
-    import transformers
     import trl
 
     class Fixed(trl.DistillationTrainer):
@@ -79,37 +75,14 @@ def trl_steps(folder: str, steps: int, **options: Any) -> list[tuple[float, floa
             fixed |= {"prompt_mask": mask[:, :PROMPT], "completion_mask": mask[:, PROMPT:]}
             return fixed | {"num_items_in_batch": mask[:, PROMPT:].sum()}
 
-    transformers.utils.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({".": 0, "_": 1}, unk_token="."))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=".", eos_token="_")
-    args = trl.DistillationConfig(
-        output_dir=f"{folder}/out",
-        per_device_train_batch_size=ROWS,
-        max_steps=steps,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        **options,
-    )
+    args = trl.DistillationConfig(**steps(folder, ROWS, count, RATE), **options)
     with exact():
-        student, teacher = model_of(0, SIZES), model_of(1, LARGER)
+        student, teacher = model_of(0, SMALL), model_of(1, LARGER)
         student.save_pretrained(f"{folder}/first")
         teacher.save_pretrained(f"{folder}/teacher")
         data = datasets.Dataset.from_list([{"prompt": "."}] * ROWS)
-        trainer = Fixed(student, teacher, args=args, train_dataset=data, processing_class=tokenizer)
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        trainer.save_model(f"{folder}/last")
-        return [(row["loss"], row["entropy"]) for row in trainer.state.log_history if "loss" in row]
+        trainer = Fixed(student, teacher, args=args, train_dataset=data, processing_class=tokenizer())
+        return [(row["loss"], row["entropy"]) for row in run_of(trainer, folder)]
 
 
 def plain_steps(
@@ -117,7 +90,7 @@ def plain_steps(
 ) -> list[tuple[float, float]]:
     """Train by the equations of the forward divergence in plain PyTorch, and save as ``trl_steps``."""
     with exact(), torch.enable_grad():
-        student, teacher = model_of(0, SIZES), model_of(1, LARGER)
+        student, teacher = model_of(0, SMALL), model_of(1, LARGER)
         student.save_pretrained(f"{folder}/first")
         teacher.save_pretrained(f"{folder}/teacher")
         found = []

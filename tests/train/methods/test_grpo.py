@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from triax import Grid
 from triax.context.order import gather, shard
 from triax.train.methods import Rollouts, grpo_loss
 
+from support.toy_answers import quiet, run_of, steps, tokenizer
 from support.trl_in_float64 import exact
 
 GENERATIONS, ITERATIONS, GROUP, PROMPTS, NEW = 3, 3, 4, 2, 6
@@ -117,9 +117,8 @@ def prompts_of(generation: int) -> list[str]:
 
 def trl_steps(folder: str, name: str, sequences: list[list[list[int]]]) -> list[dict[str, float]]:
     """Train with TRL on one process on answers that were drawn; return its log, and save the weights."""
-    os.environ.update(CI="1", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")  # no telemetry
+    quiet()
     import datasets
-    import tokenizers
     import transformers
     from trl import GRPOConfig, GRPOTrainer
 
@@ -132,47 +131,25 @@ def trl_steps(folder: str, name: str, sequences: list[list[list[int]]]) -> list[
         answers = [whole[len(prompt) :] for whole, prompt in zip(sequences[generation], ids, strict=True)]
         return {"prompt_ids": ids, "completion_ids": answers, "logprobs": None}
 
-    transformers.utils.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(LETTERS, unk_token="."))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    inner.decoder = tokenizers.decoders.Fuse()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=".", eos_token="_")
     args = GRPOConfig(
-        output_dir=f"{folder}/out",
-        per_device_train_batch_size=PROMPTS * GROUP,
         num_generations=GROUP,
         num_iterations=ITERATIONS,
-        max_steps=len(sequences) * ITERATIONS,
         max_completion_length=NEW,
         reward_weights=WEIGHTS,
         scale_rewards=case.scale,
         loss_type=case.kind,
         **case.theirs,
         shuffle_dataset=False,
-        learning_rate=case.rate,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
+        **steps(folder, PROMPTS * GROUP, len(sequences) * ITERATIONS, case.rate),
     )
     rows = [prompt for generation in range(len(sequences)) for prompt in prompts_of(generation)]
     with exact():
         model = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/first", dtype=torch.float64)
         data = datasets.Dataset.from_list([{"prompt": prompt, "wanted": prompt} for prompt in rows])
         trainer = GRPOTrainer(
-            model, [vowels, like], args=args, train_dataset=data, processing_class=tokenizer, rollout_func=given
+            model, [vowels, like], args=args, train_dataset=data, processing_class=tokenizer(), rollout_func=given
         )
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        trainer.save_model(f"{folder}/last")
-        return [row for row in trainer.state.log_history if "loss" in row]
+        return run_of(trainer, folder)
 
 
 class Run(NamedTuple):

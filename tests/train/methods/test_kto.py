@@ -16,7 +16,7 @@ import triax
 from triax import Grid
 from triax.train.methods import kto_loss, with_baseline, with_reference
 
-from support.toy_answers import model_of, quiet, row_of, steps, tokenizer
+from support.toy_answers import in_order, model_of, quiet, row_of, run_of, steps, tokenizer
 from support.trl_in_float64 import exact
 
 BATCH, BETA, RATE, UNDESIRABLE = 4, 0.2, 0.1, 1.3
@@ -30,23 +30,17 @@ def trl_steps(folder: str, count: int) -> list[float]:
     """Train with TRL on one process; return the losses and save the weights before and after."""
     quiet()
     import datasets
-    import transformers
     import trl
-
-    class InOrder(trl.KTOTrainer):
-        def _get_train_sampler(self, dataset: Any = None) -> Any:
-            return torch.utils.data.SequentialSampler(range(len(ROWS)))
 
     args = trl.KTOConfig(beta=BETA, undesirable_weight=UNDESIRABLE, **steps(folder, BATCH, count, RATE))
     with exact():
         model = model_of()
         model.save_pretrained(f"{folder}/first")
         data = datasets.Dataset.from_list([{"prompt": p, "completion": c, "label": good} for p, c, good in ROWS])
-        trainer = InOrder(model, model_of(), args=args, train_dataset=data, processing_class=tokenizer())
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        trainer.save_model(f"{folder}/last")
-        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        trainer = in_order(trl.KTOTrainer, len(ROWS))(
+            model, model_of(), args=args, train_dataset=data, processing_class=tokenizer()
+        )
+        return [row["loss"] for row in run_of(trainer, folder)]
 
 
 def microbatch(rows: list[tuple[str, str, bool]]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -17,7 +17,7 @@ import triax
 from triax import Grid
 from triax.train.methods import preference_loss, with_reference
 
-from support.toy_answers import model_of, quiet, row_of, steps, tokenizer
+from support.toy_answers import in_order, model_of, quiet, row_of, run_of, steps, tokenizer
 from support.trl_in_float64 import exact
 
 PAIRS, BETA = 4, 0.2
@@ -31,12 +31,7 @@ def trl_steps(folder: str, kind: str, count: int) -> list[float]:
     """Train with TRL on one process; return the losses and save the weights before and after."""
     quiet()
     import datasets
-    import transformers
     import trl
-
-    class InOrder(trl.DPOTrainer):
-        def _get_train_sampler(self, dataset: Any = None) -> Any:
-            return torch.utils.data.SequentialSampler(range(len(ROWS)))
 
     args = trl.DPOConfig(
         beta=BETA, loss_type=[{"dpo": "sigmoid"}.get(kind, kind)], **steps(folder, PAIRS, count, RATES[kind])
@@ -45,11 +40,10 @@ def trl_steps(folder: str, kind: str, count: int) -> list[float]:
         model = model_of()
         model.save_pretrained(f"{folder}/first")
         data = datasets.Dataset.from_list([{"prompt": p, "chosen": b, "rejected": w} for p, b, w in ROWS])
-        trainer = InOrder(model, model_of(), args=args, train_dataset=data, processing_class=tokenizer())
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        trainer.save_model(f"{folder}/last")
-        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        trainer = in_order(trl.DPOTrainer, len(ROWS))(
+            model, model_of(), args=args, train_dataset=data, processing_class=tokenizer()
+        )
+        return [row["loss"] for row in run_of(trainer, folder)]
 
 
 def microbatches(first: int, count: int) -> tuple[Tensor, dict[str, Tensor]]:

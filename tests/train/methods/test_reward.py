@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,11 @@ from triax import Grid
 from triax.train.methods import reward_layers, reward_loss
 
 from support.exact_norms import exact as exact_norms
+from support.toy_answers import SIZES, in_order, quiet, run_of, steps, tokenizer
 from support.trl_in_float64 import exact
 
 PAIRS, LENGTH, WORDS, RATE, CENTER = 4, 12, 29, 0.05, 0.1
-SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24}
-SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-SIZES |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.2}
+SMALL = SIZES | {"vocab_size": WORDS, "initializer_range": 0.2}
 METRICS = ("mean_reward", "accuracy", "margin")
 
 
@@ -49,56 +47,30 @@ def batch_of(first: int, count: int) -> tuple[Tensor, dict[str, Tensor]]:
     return ids, {"lengths": lengths, "margin": margins}
 
 
-def trl_steps(folder: str, steps: int) -> list[dict[str, float]]:
+def trl_steps(folder: str, count: int) -> list[dict[str, float]]:
     """Train with TRL on one process; return losses and metrics, and save the weights before and after."""
-    os.environ.update(CI="1", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")  # no telemetry
+    quiet()
     import datasets
-    import tokenizers
     import transformers
     import trl
 
-    class InOrder(trl.RewardTrainer):
-        def _get_train_sampler(self, dataset: Any = None) -> Any:
-            return torch.utils.data.SequentialSampler(range(steps * PAIRS))
-
-    transformers.utils.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({".": 0, "_": 1}, unk_token="."))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=".", eos_token="_")
-    args = trl.RewardConfig(
-        output_dir=f"{folder}/out",
-        per_device_train_batch_size=PAIRS,
-        max_steps=steps,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.0,
-        center_rewards_coefficient=CENTER,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-    )
+    args = trl.RewardConfig(center_rewards_coefficient=CENTER, **steps(folder, PAIRS, count, RATE))
     with exact():
         torch.manual_seed(0)
         model = transformers.LlamaForSequenceClassification(
-            transformers.LlamaConfig(**SIZES | {"num_labels": 1})
+            transformers.LlamaConfig(**SMALL | {"num_labels": 1})
         ).double()
         model.save_pretrained(f"{folder}/first")
         data = datasets.Dataset.from_list(
             [
                 {"chosen_ids": row_of(n, True), "rejected_ids": row_of(n, False), "margin": margin_of(n)}
-                for n in range(steps * PAIRS)
+                for n in range(count * PAIRS)
             ]
         )
-        trainer = InOrder(model, args=args, train_dataset=data, processing_class=tokenizer)
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        trainer.save_model(f"{folder}/last")
-        return [row for row in trainer.state.log_history if "loss" in row]
+        trainer = in_order(trl.RewardTrainer, count * PAIRS)(
+            model, args=args, train_dataset=data, processing_class=tokenizer()
+        )
+        return run_of(trainer, folder)
 
 
 def trained(
@@ -183,7 +155,7 @@ def test_transformers_folders_are_read_and_written(tmp_path: Path, family: str, 
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SIZES | options), num_labels=1)
+    config = getattr(transformers, f"{family}Config")(**(SMALL | options), num_labels=1)
     model = getattr(transformers, f"{family}ForSequenceClassification")(config).double().eval()
     folder = tmp_path / "theirs"
     model.save_pretrained(folder)
@@ -205,7 +177,7 @@ def test_a_reward_model_begins_with_a_language_model(tmp_path: Path, tied: bool)
     import transformers
 
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, tie_word_embeddings=tied))
     model.save_pretrained(tmp_path / "language")
     with pytest.raises(ValueError, match=r"has a language model, but .* reward_layers\(load_hf\(path\)\)"):
         triax.load_hf(tmp_path / "language", reward_layers(triax.load_hf(tmp_path / "language")))
@@ -281,12 +253,12 @@ def test_reward_losses_refuse_mistakes(tmp_path: Path) -> None:
     config = triax.LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
     with pytest.raises(ValueError, match="the last of the layers is FinalRMSNorm, but a reward model needs"):
         reward_layers(triax.llama_layers(config)[:-1])
-    three = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES | {"num_labels": 3}))
+    three = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SMALL | {"num_labels": 3}))
     with pytest.raises(
         ValueError, match="the LlamaForSequenceClassification has 3 scores, but triax's layers have one"
     ):
         triax.load_hf(three)
-    olmoe = triax.config_from_hf(transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**SIZES, num_experts=8)))
+    olmoe = triax.config_from_hf(transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**SMALL, num_experts=8)))
     module = triax.PipelineModule(reward_layers(triax.models.mixtral_layers(olmoe)), grid=grid)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no class for reward models of model_type 'olmoe'"):
         triax.save_hf(module, tmp_path)
