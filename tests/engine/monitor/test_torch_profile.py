@@ -26,7 +26,7 @@ class Named(nn.Linear):
             return super().forward(x)
 
 
-def losses(kind: str, profiler: triax.TorchProfiler | None) -> list[float]:
+def losses(kind: str, profiler: triax.TorchProfiler | None, json: str | None = None) -> list[float]:
     """Train a pipeline of two stages, or a plain module on two replicas, with two microbatches a step."""
     torch.manual_seed(0)
     grid = Grid(pipe=2) if kind == "pipeline" else Grid(data=2)
@@ -40,7 +40,7 @@ def losses(kind: str, profiler: triax.TorchProfiler | None) -> list[float]:
         optimizer=triax.Optimizer("SGD", lr=0.1),
         batch=triax.Batch(microbatch=2, microbatches=2),
         zero=1,
-        monitor=triax.Monitoring(profiler=profiler),
+        monitor=triax.Monitoring(profiler=profiler, json=json),
     )
     x, found = torch.arange(8, dtype=torch.float64).reshape(2, 4) / 8 + grid.data.rank, []
     for _ in range(STEPS):
@@ -61,7 +61,9 @@ def run(kind: str, folder: str) -> Any:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger().addHandler(handler)
-    both = losses(kind, None), losses(kind, triax.TorchProfiler(start=2, steps=2, folder=folder))
+    given = str(Path(folder, "profiler")) if kind == "pipeline" else None
+    seen = losses(kind, triax.TorchProfiler(start=2, steps=2, folder=given), None if given else folder)
+    both = losses(kind, None), seen
     logging.getLogger().removeHandler(handler)
     return *both, warnings
 
@@ -74,8 +76,8 @@ OPS = [
 
 @pytest.mark.parametrize("kind", ["pipeline", "module"])
 def test_the_trace_has_the_spans_of_the_steps(ranks: Any, tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "made" / "here"
-    for rank, (plain, profiled, warnings) in enumerate(ranks(2, run, kind, str(folder))):
+    folder = tmp_path / "made" / "profiler"
+    for rank, (plain, profiled, warnings) in enumerate(ranks(2, run, kind, str(folder.parent))):
         assert plain == profiled and warnings == []
         trace = json.loads((folder / f"rank-{rank}.pt.trace.json").read_text())
         assert trace["distributedInfo"]["rank"] == rank  # which holistic trace analysis reads
