@@ -27,7 +27,7 @@ class OpenSpan:
     | two ops that run interleaved: ``pair`` | both |
     | a method of ``Axis``: ``all_reduce``, ``send``, ... | its ``Operation`` |
 
-    The span of an axis's operation ends at the end of the wait for it. Such a span is the operation's handle.
+    The span of an axis's operation ends at the end of the wait for it.
 
     Args:
         kind: the kind.
@@ -40,7 +40,6 @@ class OpenSpan:
         self._readers = readers
         self._turns: list[Callable[[], object]] = []
         self._contexts = ExitStack()
-        self._pending: Pending = Done()
 
     def __enter__(self) -> Self:
         with self._contexts as contexts:
@@ -67,13 +66,22 @@ class OpenSpan:
         if isinstance(pending, Done):
             self._contexts.close()
             return pending
-        self._pending = pending
-        return self
+        return _Handle(pending, self.turn, self._contexts)
+
+
+class _Handle:
+    """Handle of an operation that runs in a span: its wait ends the span.
+
+    It is not the span itself, which the frames of its contexts refer to: an operation that is dropped after a failure
+    must be freed at once, so that its connection closes.
+    """
+
+    def __init__(self, pending: Pending, turn: Callable[[], None], contexts: ExitStack) -> None:
+        self._pending, self._turn, self._contexts = pending, turn, contexts
 
     def wait(self) -> None:
-        """Wait for the operation, which ends the span."""
         with self._contexts:
-            self.turn()
+            self._turn()
             self._pending.wait()
 
 

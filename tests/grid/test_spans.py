@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -57,6 +59,29 @@ def test_a_span_runs_in_the_contexts_of_its_readers() -> None:
     assert seen == ["b begins forward", "b ends"]
     stops[1]()
     assert engine("forward") is engine("step"), "an object was made for nobody"
+
+
+class Unfinished:
+    """Handle of an operation that is never done."""
+
+    def wait(self) -> None:
+        raise AssertionError("it is not waited for")
+
+
+def test_an_operation_that_is_dropped_is_freed_at_once() -> None:
+    """Its connection would stay open, and the other ranks would wait, until Python looks for cycles."""
+    spans, seen = Spans(), list[str]()
+    spans.read(partial(reader, "a", seen))
+    gc.disable()
+    try:
+        span = spans("send").__enter__()
+        assert span is not None
+        handle = span.follow(pending := Unfinished())
+        freed = weakref.ref(pending)
+        del span, handle, pending
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def operations() -> list[tuple[str, str, int, float, bool, list[str]]]:
