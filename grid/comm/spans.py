@@ -66,10 +66,10 @@ class OpenSpan:
         if isinstance(pending, Done):
             self._contexts.close()
             return pending
-        return _Handle(pending, self.turn, self._contexts)
+        return _SpanHandle(pending, self.turn, self._contexts)
 
 
-class _Handle:
+class _SpanHandle:
     """Handle of an operation that runs in a span: its wait ends the span.
 
     It is not the span itself, which the frames of its contexts refer to: an operation that is dropped after a failure

@@ -128,6 +128,7 @@ def test_a_plain_module_has_a_memory_breakdown(capsys: pytest.CaptureFixture[str
         loss = made(torch.ones(MICRO, WIDTH))
         made.backward(loss)
         made.step()
+    assert made.memory_report()["held"]["activations"] == pytest.approx(4 * MICRO * WIDTH * 2, rel=0.6)
     made.eval()(torch.ones(MICRO, WIDTH))
     reports = read(capsys.readouterr().out)
     assert [step for step, _ in reports] == [1, 2]
