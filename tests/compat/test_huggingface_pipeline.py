@@ -17,12 +17,10 @@ import triax
 from triax.base.errors import ConfigError
 from triax.cli.main import app
 
+from support.toy_answers import quiet, tokenizer
 from support.trainer_in_float64 import (
-    ACCUMULATION,
-    BATCH,
     GPT2,
     OTHERS,
-    STEPS,
     Text,
     exact,
     exact_loss,
@@ -33,6 +31,7 @@ from support.trainer_in_float64 import (
     run,
     trainer_of,
 )
+from support.trainer_jobs import steps_of
 
 _BERT: dict[str, Any] = {"vocab_size": 53, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
 _BERT |= {"num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -214,11 +213,8 @@ def fine_tuned(
     out: str, replicas: int, options: dict[str, Any] | None, resume: str | None = None, lora: bool = False
 ) -> dict[str, Any]:
     """Run ``SFTTrainer`` in float64, on text and a tokenizer of letters; without options, TRL's own."""
-    import os
-
-    os.environ.update(CI="1", HF_HUB_OFFLINE="1")  # no telemetry
+    quiet()
     import datasets
-    import tokenizers
     import transformers
     from trl import SFTConfig, SFTTrainer
 
@@ -228,35 +224,15 @@ def fine_tuned(
     class Tr(SFTTrainer, triax.Trainer): ...
 
     Cfg.__qualname__, globals()["Cfg"] = "Cfg", Cfg  # checkpoints pickle the arguments
-    transformers.utils.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    letters = {letter: number for number, letter in enumerate("._abcdefghijklmnopqrstuvwxyz ")}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="."))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=".", eos_token="_")
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "sleeps"]
     rows = datasets.Dataset.from_list([{"text": f"{a} {b}"} for a in words for b in words][:44])
-    common: dict[str, Any] = {
-        "output_dir": out,
-        "per_device_train_batch_size": BATCH // replicas,
-        "per_device_eval_batch_size": BATCH // replicas,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 10,
-        "save_steps": 10,
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+    common = steps_of(out, replicas, warmup_steps=0, weight_decay=0.0, eval_steps=10, save_steps=10, bf16=False)
     kinds: tuple[Any, Any] = (SFTTrainer, SFTConfig) if options is None else (Tr, Cfg)
     args = kinds[1](**common, **({"use_cpu": True} if options is None else options))
     data: dict[str, Any] = {
         "train_dataset": rows,
         "eval_dataset": rows.select(range(16)),
-        "processing_class": tokenizer,
+        "processing_class": tokenizer(),
     }
     if "grid" not in (options or {}):  # TRL's own loss rounds to fp32
         data["compute_loss_func"] = exact_loss

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ from safetensors.torch import load_file
 import triax
 from triax.testing.pool import RankFailure
 
+from support import toy_answers
+from support.toy_answers import quiet, tokenizer
+from support.trainer_jobs import steps_of
 from support.trl_in_float64 import exact
 
-STEPS, BATCH, ACCUMULATION = 4, 4, 2  # the batch of all replicas
-LETTERS = {letter: number for number, letter in enumerate("._abcdefghijklmnopqrstuvwxyz ")}  # 29 tokens
-SIZES: dict[str, Any] = {"vocab_size": len(LETTERS), "hidden_size": 24, "intermediate_size": 36}
-SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-SIZES |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+STEPS = 4
+SIZES = toy_answers.SIZES | {"hidden_size": 24, "intermediate_size": 36, "max_position_embeddings": 64}
 KEYS = ["loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens", "rewards/margins", "margin"]
 KEYS += ["reward", "frac_reward_zero_std", "completions/mean_length"]
 
@@ -49,9 +48,8 @@ def trained(
     The kind is the name of the trainer, such as SFT, perhaps with "+LoRA".
     """
     kind, _, lora = kind.partition("+")
-    os.environ.update(CI="1", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")  # no telemetry
+    quiet()
     import datasets
-    import tokenizers
     import transformers
     import trl
 
@@ -63,11 +61,6 @@ def trained(
     class Tr(trainer_class, triax.Trainer): ...  # type: ignore[misc, valid-type]
 
     Cfg.__qualname__, globals()["Cfg"] = "Cfg", Cfg  # a saved model pickles the arguments
-    transformers.utils.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(LETTERS, unk_token="."))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=".", eos_token="_")
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy"]
     pairs = [(a, b) for a in words for b in words if a != b]
     rows = [{"text": f"{a} {b}"} for a, b in pairs]
@@ -83,22 +76,17 @@ def trained(
 
         targets = ["q_proj", "v_proj", "down_proj"]
         more = {"peft_config": peft.LoraConfig(r=2, lora_alpha=8, target_modules=targets), **more}
-    common: dict[str, Any] = {
-        "output_dir": out,
-        "per_device_train_batch_size": BATCH // replicas,
-        "per_device_eval_batch_size": BATCH // replicas,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": STEPS,
-        "save_strategy": "no",
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "gradient_checkpointing": bool(lora),  # TRL then adds a hook to the embedding
-    }
+    common = steps_of(
+        out,
+        replicas,
+        max_steps=STEPS,
+        warmup_steps=0,
+        weight_decay=0.0,
+        eval_steps=STEPS,
+        save_strategy="no",
+        bf16=False,
+        gradient_checkpointing=bool(lora),  # TRL then adds a hook to the embedding
+    )
     if kind == "GRPO":
         common |= {
             "num_generations": 4,
@@ -112,7 +100,7 @@ def trained(
         given = {
             "train_dataset": data,
             "eval_dataset": data.select(range(16)),
-            "processing_class": tokenizer,
+            "processing_class": tokenizer(),
         }
         running = trainer(model_of(tied, kind=kind), args=args, **given, **more)
         running.remove_callback(transformers.PrinterCallback)

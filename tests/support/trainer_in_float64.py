@@ -14,7 +14,9 @@ from torch.utils.data import Dataset
 
 import triax
 
-STEPS, BATCH, ACCUMULATION = 20, 4, 2  # the batch of all replicas
+from support import trainer_jobs
+from support.trainer_jobs import STEPS, steps_of
+
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 GPT2: dict[str, Any] = {"vocab_size": 53, "n_positions": 16, "n_embd": 24, "n_layer": 3, "n_head": 4}
 GPT2 |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0} | _NO_TOKENS
@@ -91,13 +93,7 @@ def exact() -> Iterator[None]:
 
 
 def model_of(case: str = "gpt2") -> Any:
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    config, model, sizes = CASES[case]
-    torch.manual_seed(0)
-    return getattr(transformers, model)(getattr(transformers, config)(**sizes))
+    return trainer_jobs.model_of(case, CASES)
 
 
 TARGETS = {"gpt2": ["c_attn", "mlp.c_proj"], "llama": ["q_proj", "v_proj", "o_proj", "down_proj"]}
@@ -157,23 +153,7 @@ def trainer_of(
     model = model_of(case) if model is None else model
     model = adapted(model, case, lora) if lora else model
 
-    common: dict[str, Any] = {
-        "output_dir": out,
-        "per_device_train_batch_size": BATCH // replicas,
-        "per_device_eval_batch_size": BATCH // replicas,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "warmup_steps": 3,
-        "weight_decay": 0.1,
-        "max_grad_norm": 1.0,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 10,
-        "save_steps": 10,
-        "report_to": "none",
-        "disable_tqdm": True,
-    } | options
+    common = steps_of(out, replicas, **{"eval_steps": 10, "save_steps": 10, **options})
     data: dict[str, Any] = {"train_dataset": Text(rows[0]), "eval_dataset": Text(rows[1], 100)}
     data["data_collator"] = padded
     plain, ours = kinds or (transformers.Trainer, triax.Trainer)
@@ -220,10 +200,5 @@ def near(found: dict[str, Any], wanted: dict[str, Any], steps: int = STEPS) -> N
 
 
 def exported(folder: str) -> dict[str, Tensor]:
-    """Read a folder as transformers does."""
-    import transformers
-
-    reader: Any = transformers.AutoModelForCausalLM
-    model, info = reader.from_pretrained(folder, output_loading_info=True, dtype=torch.float64)
-    assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
-    return dict(model.state_dict())
+    """Read a folder as transformers does, in float64."""
+    return trainer_jobs.weights(folder, dtype=torch.float64)

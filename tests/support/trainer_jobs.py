@@ -63,24 +63,20 @@ class Text(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": labels}
 
 
-def model_of(case: str) -> Any:
+def model_of(case: str, cases: dict[str, Any] = CASES) -> Any:
+    """Return a model of transformers with drawn weights, the same one at each call."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    config, model, sizes = CASES[case]
+    config, model, sizes = cases[case]
     torch.manual_seed(0)
     return getattr(transformers, model)(getattr(transformers, config)(**sizes))
 
 
-def trainer_of(
-    case: str, out: str, replicas: int, config: Any = None, model: Any = None, data: Any = None, **options: Any
-) -> Any:
-    """Trainer of the same run on a number of replicas; transformers' own Trainer without a configuration."""
-    import transformers
-
-    model = model_of(case) if model is None else model
-    common: dict[str, Any] = {
+def steps_of(out: str, replicas: int, **options: Any) -> dict[str, Any]:
+    """Return arguments of a Trainer: 20 steps of a global batch of 4 x 2, which are logged, evaluated and saved."""
+    return {
         "output_dir": out,
         "per_device_train_batch_size": BATCH // replicas,
         "per_device_eval_batch_size": BATCH // replicas,
@@ -97,6 +93,16 @@ def trainer_of(
         "report_to": "none",
         "disable_tqdm": True,
     } | options
+
+
+def trainer_of(
+    case: str, out: str, replicas: int, config: Any = None, model: Any = None, data: Any = None, **options: Any
+) -> Any:
+    """Trainer of the same run on a number of replicas; transformers' own Trainer without a configuration."""
+    import transformers
+
+    model = model_of(case) if model is None else model
+    common = steps_of(out, replicas, **options)
     kinds: tuple[Any, Any] = (transformers.Trainer, transformers.TrainingArguments)
     if config is None:
         common["use_cpu"] = True
@@ -128,11 +134,11 @@ def zero(stage: int, tensor: int = 1) -> dict[str, Any]:
     }
 
 
-def weights(folder: str) -> dict[str, Tensor]:
+def weights(folder: str, **options: Any) -> dict[str, Tensor]:
     """Read a folder as transformers does."""
     import transformers
 
     reader: Any = transformers.AutoModelForCausalLM
-    model, info = reader.from_pretrained(folder, output_loading_info=True)
+    model, info = reader.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
     return dict(model.state_dict())
