@@ -67,6 +67,7 @@ from .options.monitoring import CommunicationLog as CommunicationLog
 from .options.monitoring import Histograms as Histograms
 from .options.monitoring import Monitoring as Monitoring
 from .options.monitoring import Profile as Profile
+from .options.monitoring import TorchProfiler as TorchProfiler
 from .options.monitoring import Trace as Trace
 from .options.monitoring import Wandb as Wandb
 from .options.named import GradientCompression as GradientCompression

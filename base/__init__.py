@@ -31,7 +31,6 @@ torch_private.py: torch's private names, each with the reason and what to do whe
 torch_versions.py: differences between versions of torch.
 accelerators.py: torch's functions for each kind of accelerator.
 formulas.py: bytes of model states and of ZeRO's communication, by the papers.
-parts.py: contexts around the named parts of a step.
 tables.py: tables of figures, in a terminal and as text.
 html.py: tables in HTML, which a notebook shows.
 foreign_tables.py: tables of other libraries' names, in TOML files.

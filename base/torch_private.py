@@ -178,6 +178,14 @@ def cpp_compilers() -> list[str]:
     return [name for name in torch._inductor.config.cpp.cxx if name]
 
 
+def profiler_of_all_threads() -> Any:
+    """Return the setting with which torch.profiler records all threads: the second pass of a pair has its own.
+
+    If it goes: no setting, and the profiler sees the thread that started it, and the backward passes.
+    """
+    return torch.profiler._ExperimentalConfig(profile_all_threads=True)
+
+
 # -------------------------------------------------------------------------------------------------- process groups
 
 

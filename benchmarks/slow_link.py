@@ -165,8 +165,8 @@ def engine_of(grid: triax.Grid, schedule: triax.Schedule, options: argparse.Name
         schedule=schedule,
     )
     if options.product:
-        for kind in COMPUTE:  # a mode is of one thread, and the second pass of a pair has a thread of its own
-            engine.executor.wrap(kind, lambda op: Device(options.product / 1e3))
+        # A mode is of one thread, and the second pass of a pair has a thread of its own.
+        engine.spans.read(lambda span: Device(options.product / 1e3), *COMPUTE)
     return engine
 
 

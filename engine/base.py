@@ -21,7 +21,6 @@ from ..base.accelerators import is_accelerator
 from ..base.checks import check_count, check_kind, check_path
 from ..base.errors import ConfigError
 from ..base.option_error import Note
-from ..base.parts import Parts
 from ..checkpoint.auto import AutoSaver
 from ..checkpoint.snapshot import Snapshot
 from ..context.sparse_layers import set_sparse_attention
@@ -29,6 +28,7 @@ from ..data.dataloader import Loader, TokenLoader, make_loader
 from ..grid import Grid
 from ..grid.agreement.agreement import agreed, begin_call, totals
 from ..grid.assemble import Shard, assemble
+from ..grid.comm.spans import Spans
 from ..grid.comm.traffic import Sent
 from ..options.compilation import Compile
 from ..options.engine import EngineOptions
@@ -134,7 +134,7 @@ class Engine:
         record_memory: set it to True to count the memory of the next steps while they run, for ``memory_report``.
         auxiliary: auxiliary losses and expert loads, if the model has a mixture of experts.
         named_losses: terms and metrics of the loss, if it names them.
-        parts: contexts around the named parts of a step, for measurements.
+        spans: stream of the parts of a step and of the ops of a program, for measurements.
         replica_rows: warns once if replicas train on the same rows.
         observers: observers of steps, which each step calls in order.
         observer: the first of them; records, prints and traces steps.
@@ -158,7 +158,6 @@ class Engine:
     lr_scheduler: LRScheduler | None
     training_dataloader: Loader | TokenLoader | None
     record_memory = False
-    PARTS: tuple[str, ...]  # names of the parts of a step
     _saver: AutoSaver | None = None  # of automatic checkpoints
     _samples_before = 0  # samples of the steps before the batch got its present size
     _batch_size_since = 0  # the step from which the batch has its present size
@@ -295,7 +294,7 @@ class Engine:
         self._step_grid = grid if self._strategy is None else self._strategy.step_grid(grid)
         self._options = zero_options(options, self._step_grid, model)
         self.loss_scaler = make_loss_scaler(options.precision)
-        self.parts = Parts(*self.PARTS)
+        self.spans = Spans(grid.spans)
         self._build(schedule, parts)
         self.observers: list[StepObserver] = [self.observer]
         require_fitting(named_compressor(options), self.optimizer)

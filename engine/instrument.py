@@ -1,20 +1,16 @@
 """Instruments of an engine: autocast, profilers and loggers of its passes.
 
-An instrument is a context around parts of a step (``engine.parts``) or around ops of the executor.
+An instrument reads the spans of the engine (``engine.spans``), and returns the context in which each of them runs.
 """
 
 from __future__ import annotations
-
-from contextlib import AbstractContextManager
 
 import torch
 
 from ..base.deferred import Deferred
 from ..base.dtypes import dtype_of
-from ..grid.comm.timeline_recorder import TimelineRecorder
 from ..pipe.backward import SplitBackward
-from ..pipe.program.ops import COMPUTE
-from .accounting import memory_breakdown, step_profile
+from .accounting import memory_breakdown, step_profile, torch_profile
 from .accounting.dump_state import dump
 from .kinds import AnyEngine, is_pipelined
 from .monitor.trace import comms_logger
@@ -29,13 +25,12 @@ def instrument(engine: AnyEngine) -> None:
     log = options.communication
     if log is not None:
         comms_logger.install(engine.grid, log.wanted, log.verbose, log.callers)
-    recorder = engine.grid.observer(TimelineRecorder)
-    if recorder is not None:
-        _record_spans(engine, recorder)
     if options.profile is not None:
         step_profile.install(engine)
     if options.memory:
         memory_breakdown.install(engine)
+    if options.profiler is not None:
+        torch_profile.install(engine)
     if options.state:
         dump(engine)
 
@@ -48,28 +43,7 @@ def _install_autocast(engine: AnyEngine, dtype: torch.dtype) -> None:
     for its backward pass, and casts it again.
     """
     kind = engine.grid.device.type
-    if is_pipelined(engine):
-        engine.executor.wrap("F", lambda op: torch.autocast(kind, dtype=dtype))
-        if engine.options.zero.stage == 3:
-            # A split that defers nothing keeps weights. Recomputation in a backward pass is split in the same way.
-            for op_kind in ("F", "B", "I"):
-                engine.executor.wrap(op_kind, lambda op: SplitBackward(Deferred()))
-        return
-
-    engine.parts.watch("forward", lambda: torch.autocast(kind, dtype=dtype))
-
-
-def _record_spans(engine: AnyEngine, recorder: TimelineRecorder) -> None:
-    """Record passes and steps as spans of the timeline of ``triax run --timeline``, beside its collectives."""
-
-    def step() -> AbstractContextManager[None]:
-        return recorder.span(f"step {engine.global_steps + 1}", "step")
-
-    engine.parts.watch("optimizer", lambda: recorder.span("optimizer", "optimizer"))
-    engine.parts.watch("step", step)
-    if is_pipelined(engine):
-        for kind in COMPUTE:
-            engine.executor.wrap(kind, lambda op: recorder.span(str(op), "compute"))
-        return
-    engine.parts.watch("forward", lambda: recorder.span("forward", "compute"))
-    engine.parts.watch("backward", lambda: recorder.span("backward", "compute"))
+    engine.spans.read(lambda span: torch.autocast(kind, dtype=dtype), "F", "forward")
+    if is_pipelined(engine) and engine.options.zero.stage == 3:
+        # A split that defers nothing keeps weights. Recomputation in a backward pass is split in the same way.
+        engine.spans.read(lambda span: SplitBackward(Deferred()), "F", "B", "I")

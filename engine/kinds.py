@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol, TypeGuard
 
-from ..base.parts import Parts
+from ..grid.comm.spans import Spans
 from ..options.batch import BatchSizes
 from ..pipe.executor import Executor
 from ..pipe.module import PipelineModule
-from ..pipe.program.timeline import Timeline
 from .accounting.memory import MemoryAccounts
 from .snapshot.capture import Checkpointed
 
@@ -17,27 +16,24 @@ class AnyEngine(Checkpointed, Protocol):
     """Protocol: the members of both kinds that instruments and reports read. ``Engine`` documents them."""
 
     batch: BatchSizes
-    parts: Parts
+    spans: Spans
     accounts: MemoryAccounts
     record_memory: bool
 
     def loss_scale(self) -> float | None: ...
+    def is_last_microbatch(self) -> bool: ...
 
 
 class Pipelined(AnyEngine, Protocol):
     """Protocol: an engine of a ``PipelineModule``, as ``PipelineEngine`` documents it."""
 
     executor: Executor
-    record_timeline: bool
-    timeline: Timeline | None
 
 
 class Stepped(AnyEngine, Protocol):
     """Protocol: an engine of any other module, as ``ModuleEngine`` documents it."""
 
     microbatch: int
-
-    def is_last_microbatch(self) -> bool: ...
 
 
 def is_pipelined(engine: AnyEngine) -> TypeGuard[Pipelined]:

@@ -95,7 +95,6 @@ class ModuleEngine(Engine):
     micro_steps = 0
     auxiliary_sums: Tensor
     _shift = 0  # samples of the step that other grids have before this one's
-    PARTS = ("forward", "backward", "step", "reduce", "optimizer")
 
     @classmethod
     def trains(cls, model: Any) -> bool:
@@ -167,7 +166,7 @@ class ModuleEngine(Engine):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on its device. Under fp16 and bf16, floating-point inputs take the dtype of its weights."""
-        with self.parts("forward"), self.all_or_none("forward"):
+        with self.spans("forward"), self.all_or_none("forward"):
             graph, trains = torch.is_grad_enabled(), self.module.training
             if graph and self._scales.any:  # before the cast: gradients are divided in the inputs' own dtype
                 (args, kwargs), _ = rescaled((args, kwargs), self._missing_scale, True, self._keeps_dtype)
@@ -230,7 +229,7 @@ class ModuleEngine(Engine):
             RuntimeError: if there is no optimizer, if the loss is not a number or has no graph, if it is the mean over
                 a part of a sequence, or if this is a second backward pass of a step's last microbatch.
         """
-        with self.parts("backward"), self.all_or_none("backward"):
+        with self.spans("backward"), self.all_or_none("backward"):
             if self.optimizer is None:
                 raise AgreedError(NO_OPTIMIZER)
             named = is_named(loss)
@@ -283,7 +282,7 @@ class ModuleEngine(Engine):
             RuntimeError: if there is no optimizer, if no backward pass was run since the last call, or if called inside
                 ``no_sync``.
         """
-        with self.parts("step"), self.all_or_none("step"):
+        with self.spans("step", f"step {self.global_steps + 1}"), self.all_or_none("step"):
             optimizer = self._require_step()
             self._warn_of_late_step()
             last = self.is_last_microbatch()
@@ -422,7 +421,7 @@ class ModuleEngine(Engine):
                 problem = self.options.say("under <local_updates> replicas step by themselves: set <clip>")
             if problem is not None:
                 raise AgreedError(f"gradients were read or clipped, but {problem}")
-        with self.parts("reduce"):
+        with self.spans("reduce"):
             passes.end_reductions()
         weight = self._step_grid.data.size * self.batch.accumulation
         return weight * self._options.divisor * self.optimizer_step.scale
@@ -432,7 +431,7 @@ class ModuleEngine(Engine):
         self.backward_passes.require_unchanged()
         self.replica_rows.compare()
         reduced = self.backward_passes.reduced
-        with self.parts("reduce"):
+        with self.spans("reduce"):
             self.backward_passes.end_reductions()
         self.data_axis.access.take_back(look=reduced)
         losses, self._losses = self._losses, StepLosses()
@@ -448,7 +447,7 @@ class ModuleEngine(Engine):
             factor = self.optimizer_step.factor(grid)
             # The step leaves out a parameter that has a gradient on no rank, as torch's optimizers do. This is rare.
             optimizer.prepared = factor, self.data_axis.without_gradient() if total.unused else set()
-            with self.parts("optimizer"):
+            with self.spans("optimizer"):
                 optimizer.step()
             advance_schedule(self.lr_scheduler, optimizer, None if value is None else loss, lr_kwargs)
             self.optimizer_step.advance(grid)

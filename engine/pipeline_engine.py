@@ -81,7 +81,6 @@ class PipelineEngine(Engine):
 
     module: PipelineModule
     record_timeline = False
-    PARTS = ("step", "batch", "program", "stage", "reduce", "optimizer")
     timeline: Timeline | None = None
     auxiliary_sums: Tensor
 
@@ -163,7 +162,7 @@ class PipelineEngine(Engine):
         target = OffloadTarget("nvme" if offload.device == "nvme" else "cpu", offload.path, offload.pin_memory)
         memory = partial(memory_at, target, self.grid.device, wait=False)
         slices = slice_states(module, schedule, options)
-        self.executor = Executor(module, self.data_axis.reducer, gatherer, self.parts, memory, slices)
+        self.executor = Executor(module, self.data_axis.reducer, gatherer, self.spans, memory, slices)
         self.executor.interleaves = self.data_axis.options.stage < 3
         self.named_losses = NamedLossSteps(module.is_last)
         self._running: tuple[Grid, Sequence[Microbatch]] | None = None  # of the step whose gradients are summed
@@ -182,7 +181,7 @@ class PipelineEngine(Engine):
         # A schedule that cannot run raises here, before the first step.
         self.program = self._lower(schedule)
         self.compilation = self._compile(options)
-        self.observer = PipelineObserver(self, self.executor)
+        self.observer = PipelineObserver(self)
 
     @cached_property
     def _own_data(self) -> Iterator[Any] | None:
@@ -203,7 +202,7 @@ class PipelineEngine(Engine):
             RuntimeError: on every rank. After an ``AgreedError``, for instance because the data failed, training can
                 continue. After another error the failed rank leaves the process group, so that no rank waits for it.
         """
-        with self.parts("step"), self.all_or_none("train_batch"):
+        with self.spans("step", f"step {self.global_steps + 1}"), self.all_or_none("train_batch"):
             if data_iter is not None and self.options.fault_tolerance is not None:
                 raise AgreedError(
                     "train_batch was given an iterator, but fault_tolerance gives each replica its samples by number: "
@@ -261,7 +260,8 @@ class PipelineEngine(Engine):
         if not self.module.training:
             self.module.train()
         self.module.dropout_state.step = self.global_steps
-        self.executor.clock = self.observer.program_clock(self.record_timeline)
+        if self.record_timeline:
+            self.observer.timer.record()
         self.executor.weights.scale = self.optimizer_step.scale
         self._running = grid, microbatches
         result, own = self._compute(grid, microbatches)
@@ -287,7 +287,7 @@ class PipelineEngine(Engine):
             factor = self.optimizer_step.factor(grid)
             # The step leaves out a parameter that has a gradient on no rank, as torch's optimizers do. This is rare.
             without = self.data_axis.without_gradient() if total.unused else ()
-            with self.parts("optimizer"):
+            with self.spans("optimizer"):
                 self.data_axis.step(factor, without)
             advance_schedule(self.lr_scheduler, optimizer, value)
             self.optimizer_step.advance(grid)
@@ -305,7 +305,7 @@ class PipelineEngine(Engine):
     def _fetch(self, grid: Grid, data_iter: Iterator[Any] | None) -> Sequence[Microbatch]:
         """Read the microbatches of a training step. Collective over the grid."""
         source = self._own_data if data_iter is None else data_iter
-        with self.parts("batch"):
+        with self.spans("batch"):
             microbatches, changed = self.feed.fetch(
                 grid, source, self.batch.accumulation, "train_batch", self._untrainable()
             )
@@ -338,13 +338,13 @@ class PipelineEngine(Engine):
             counts = self.module.is_last and grid.tensor.is_first
             scale, share = self.optimizer_step.scale, self.replicas.share
             self.auxiliary.begin(grid, self.module.loss_fn, labels, samples, counts, scale, share)
-        with self.parts("program"):
+        with self.spans("program"):
             result = self.executor.run(self.program, microbatches)
         self.feed.wait_sent()
         self._require_tied_buffers()
         if (problem := self._tree.problem()) is not None:  # a forward pass has changed the model
             raise RuntimeError(problem)
-        with self.parts("reduce"):
+        with self.spans("reduce"):
             self.data_axis.finish()
         if self.auxiliary:
             self.auxiliary_sums = self.auxiliary.local_sums(grid.device)
@@ -426,7 +426,6 @@ class PipelineEngine(Engine):
             if changed:
                 self.executor.forget_schemas()
             program = self._evaluation(count)
-            self.executor.clock = None
             result = self.executor.run(program, microbatches, outputs=return_logits, loss=compute_loss)
             self.feed.wait_sent()
             loss = None

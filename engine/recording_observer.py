@@ -19,9 +19,8 @@ from ..grid import Grid
 from ..grid.agreement.agreement import agreed
 from ..grid.comm.clock import Clock, Mark
 from ..options.monitoring import Monitoring
-from ..pipe.executor import Executor
 from ..pipe.program.ops import COMPUTE, Op
-from ..pipe.program.timeline import CollectiveSpan, OpMarks, Span, Timeline
+from ..pipe.program.timeline import CollectiveSpan, Span, Timeline
 from ..zero.histograms import parameter_histograms
 from .accounting.run_description import run_record
 from .monitor.files import RUN, TIMELINE
@@ -29,7 +28,7 @@ from .monitor.mfu import MfuMeter, slowest_peak, tokens_in
 from .monitor.monitor import Monitor
 from .monitor.records import StepMetrics, StepRecord
 from .monitor.run_json import write_run
-from .monitor.step_record import time_parts
+from .monitor.step_record import COLLECTIVES, ops_of, time_parts
 from .monitor.step_timer import StepTimer
 from .monitor.trace.trace import trace_step
 from .monitor.wall_clock import PartMeans, phase_times, print_means
@@ -46,25 +45,24 @@ class RecordingObserver(StepObserver):
 
     Args:
         engine: the engine.
-        phases: the parts of a step to time.
-        forward: the part that runs the layers.
 
     Attributes:
         monitor: writes the numbers of each step on rank 0; does nothing on other ranks.
         report: times of the last recorded step, as ``engine.time_report`` returns them.
         trace: file for a trace of the next step; None: no trace.
+        timer: records the times of a step.
         mfu: counts the model's FLOPs; None if nothing is written or the devices' peak is not known.
     """
 
-    def __init__(self, engine: Any, phases: tuple[str, ...], forward: str) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine: Any = weakref.proxy(engine)  # the engine holds the observer
-        self._grid, self._phases, self._forward = engine.grid, phases, forward
+        self._grid = engine.grid
         self.monitor, self._records = Monitor(), Records()
         self.report: dict[str, Any] = {}
         self.trace: Path | None = None
         self.mfu: MfuMeter | None = None
         self._active = self._counts_tokens = False
-        self._timer, self._means = StepTimer(engine.grid), PartMeans()
+        self.timer, self._means = StepTimer(engine.grid, engine.spans), PartMeans()
         self._began, self._since = 0.0, 0  # time at which the step began; the first step of this process
         self._tokens = 0  # of this step, on this replica
         self._rates: list[float] = []  # of this step, before the schedule sets those of the next one
@@ -81,7 +79,7 @@ class RecordingObserver(StepObserver):
             peak = options.peak_tflops if options.peak_tflops is not None else slowest_peak(self._grid, engine.module)
             self._counts_tokens = self._grid.rank == 0
             if peak is not None:
-                self.mfu = MfuMeter(self._grid, peak, engine.module, engine.parts, self._forward)
+                self.mfu = MfuMeter(self._grid, peak, engine.module, engine.spans)
         if options.breakdown or options.trace.step is not None or options.monitored:
             self._active = True
             self._prepare()
@@ -113,13 +111,13 @@ class RecordingObserver(StepObserver):
 
     def after_step(self, grid: Grid, loss: Tensor) -> None:
         """Write the step's loss and other numbers, and prepare for the next step."""
-        clock = self._timer.clock
+        clock = self.timer.clock
         self._since = self._since or self._engine.global_steps
         if clock is None and not self._active:
             self._write_metrics(loss, {}, {})
             return
         engine, options = self._engine, self._engine.options.monitor
-        record = self._timer.end(engine.global_steps, self._ops())
+        record = self.timer.end(engine.global_steps)
         if not self._active:
             self._write_metrics(loss, {}, {})
             return
@@ -145,10 +143,6 @@ class RecordingObserver(StepObserver):
 
     # ---------------------------------------------------------------------------- defined by each kind of observer
 
-    def _ops(self) -> list[OpMarks]:
-        """Return the times at which each op of this step's program began and ended. Empty for a plain module."""
-        return []
-
     def _bubble(self, record: StepRecord, clock: Clock) -> float | None:
         """Return the bubble of a step; None for a plain module. Collective over the pipe axis."""
         return None
@@ -169,7 +163,7 @@ class RecordingObserver(StepObserver):
         """Begin a step; record it if its record is wanted."""
         if self._active:
             self._began, self._tokens = time.perf_counter(), 0
-            self._timer.begin()
+            self.timer.begin()
 
     def _prepare(self) -> None:
         """Time the parts of the next step if its record is wanted."""
@@ -179,10 +173,7 @@ class RecordingObserver(StepObserver):
         # In the process's second step: the optimizer has made its state in the first.
         if options.json is not None and self._since and step == self._since + 1:
             self._begin_memory()
-        if options.breakdown or self.trace is not None:
-            self._timer.install(self._engine.parts, self._phases)
-        else:
-            self._timer.remove()
+        self.timer.whole = options.breakdown or self.trace is not None
 
     # -------------------------------------------------------------------------------------------- after a step
 
@@ -244,49 +235,36 @@ class RecordingObserver(StepObserver):
 
 
 class PipelineObserver(RecordingObserver):
-    """Observer of a ``PipelineEngine``.
+    """Observer of a ``PipelineEngine``."""
 
-    Args:
-        engine: the engine.
-        executor: runs its programs.
-    """
-
-    def __init__(self, engine: Any, executor: Executor) -> None:
-        super().__init__(engine, ("batch", "program", "reduce", "optimizer"), "stage")
-        self._executor = executor
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
         self._record_memory: bool | None = None  # what engine.record_memory was before _begin_memory
 
     def before_step(self) -> None:
         """Begin a step; record it if its record is wanted."""
         self._begin()
 
-    def program_clock(self, record_timeline: bool) -> Clock | None:
-        """Return the clock that marks the ops of this step's program. None if the ops are not recorded."""
-        return self._timer.recorder.clock if record_timeline else self._timer.clock
-
     def measure_timeline(self, grid: Grid) -> Timeline:
         """Return the timeline of the program that just ran on the pipe ranks of a grid. Collective over them."""
-        recorder, run = self._timer.recorder, self._executor.last_run
-        recorder.clock.settle()
-        origin = recorder.clock.at(run.origin)
+        timer, clock = self.timer, self.timer.record()
+        clock.settle()
+        origin = clock.at(timer.origin)
 
         def at(mark: Mark) -> float:
-            return recorder.clock.at(mark) - origin
+            return clock.at(mark) - origin
 
-        ops = tuple(Span(op, at(begin), at(end)) for op, _, begin, end in run.marks if op.kind in COMPUTE)
+        ops = tuple(Span(op, at(begin), at(end)) for op, _, begin, end in ops_of(timer.timed) if op.kind in COMPUTE)
         collectives = tuple(
-            CollectiveSpan(c.collective, at(c.start), at(c.waited), at(c.end))
-            for c in recorder.collectives
-            if c.axis.split()[0] == "data"  # ZeRO++'s "data within" and "data between" too
+            CollectiveSpan(kind, at(start), at(turn), at(end))
+            for kind, about, start, turn, end in timer.timed
+            if kind in COLLECTIVES and about.axis.name.split()[0] == "data"  # "data within" of ZeRO++ too
         )
         ranks = grid.pipe.all_gather_json((ops, collectives))
         return Timeline(
             tuple(tuple(Span(Op(*op), begin, end) for op, begin, end in spans) for spans, _ in ranks),
             tuple(tuple(CollectiveSpan(*span) for span in spans) for _, spans in ranks),
         )
-
-    def _ops(self) -> list[OpMarks]:
-        return self._executor.last_run.marks
 
     def _bubble(self, record: StepRecord, clock: Clock) -> float | None:
         """Return ``Timeline.bubble`` of this replica's pipe ranks: idle share of the busiest. Collective over pipe.
@@ -295,7 +273,7 @@ class PipelineObserver(RecordingObserver):
         maximum busy time over the ranks is divided by the time from the first start to the last end.
         """
         spans = [s for s in record.slices if s.kind in COMPUTE]
-        origin = clock.at(self._executor.last_run.origin)
+        origin = clock.at(self.timer.origin)
         times = dict.fromkeys((s.start, s.end) for s in spans)  # the passes of a pair have the same, which counts once
         own_times = [sum(end - start for start, end in times), spans[-1].end - origin, origin - spans[0].start]
         most = torch.tensor(own_times, dtype=torch.float64, device=self._grid.device)
@@ -323,9 +301,6 @@ class PipelineObserver(RecordingObserver):
 
 class ModuleObserver(RecordingObserver):
     """Observer of a ``ModuleEngine``. A step begins where the one before ends."""
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine, ("forward", "backward", "reduce", "optimizer"), "forward")
 
     def _prepare(self) -> None:
         super()._prepare()

@@ -13,7 +13,8 @@ from ..grid import Grid
 class StepObserver:
     """Observer of the steps of an engine: an element of ``engine.observers``, which each step calls in its text.
 
-    Every rank has the same observers in the same order, so they may communicate.
+    It decides whether a step is taken; what only measures a step reads ``engine.spans``. Every rank has the same
+    observers in the same order, so they may communicate.
     """
 
     def before_step(self) -> None:

@@ -2,7 +2,7 @@
 
 - ``topology.py``: ranks, coordinates and process groups of a grid, without torch
 - ``grid.py``: ``Grid``, this process on the grid: its axes, device, failure reports
-- ``comm/``: ``Axis`` with all collectives, traffic counters, observers, pending operations
+- ``comm/``: ``Axis`` with all collectives, traffic counters, spans, pending operations
 - ``layout.py``: ``Layout`` of a parameter: which dim the tensor axis shards, and how
 - ``assemble.py``: whole tensors from the parts on all ranks, for saving and comparing
 - ``ranges.py``: arithmetic of ranges and boxes, without torch

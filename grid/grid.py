@@ -38,8 +38,8 @@ from .agreement.store_barrier import store_barrier
 from .comm.axis import Axis
 from .comm.equal_facts import same
 from .comm.host_transport import HostTransport
-from .comm.observer import Observer
 from .comm.simulated import is_simulated
+from .comm.spans import Spans
 from .comm.tcp_store import serve_store
 from .comm.thread_priority import batch_threads
 from .comm.traffic import Traffic
@@ -57,7 +57,6 @@ from .environment import (
 )
 from .topology import AXES, DERIVED_AXES, Topology
 
-T = TypeVar("T", bound=Observer)
 R = TypeVar("R")
 
 _FAILURE, _ENDED = "triax/failure", "triax/ended"
@@ -104,6 +103,7 @@ class Grid:
         rank, size: rank of this process, and number of processes.
         coordinate: named tuple, e.g. ``Coordinate(pipe=1, data=0, tensor=1)``.
         traffic: bytes that this rank sends, by axis and collective.
+        spans: stream of the operations of all axes, and of the parts and ops of the engines.
         activity: the op or call that this rank executes; an engine writes it, the hang watch reports it.
         call_orders: the orders of calls that are checked, by axis.
         mesh: torch's ``DeviceMesh``, for DTensor or FSDP2 in the same script; None on one process.
@@ -147,7 +147,7 @@ class Grid:
         self._store_lost: str | None = None  # message about the process that served it, once it does not answer
         self._number, self._barriers = 0, 0
         self.traffic = Traffic()
-        self._observers: list[Observer] = []
+        self.spans = Spans()
         self._transport: type[Transport] = Transport
         self.activity = Activity()
         self._watch: HangWatch | None = None
@@ -164,10 +164,10 @@ class Grid:
             self._calls = LimitedCalls()  # to the store, about failures: its thread is there before memory is short
             weakref.finalize(self, self._calls.end).atexit = False
         world = dist.group.WORLD if self.size > 1 else None
-        self.world: Axis = Axis("world", range(self.size), self.rank, world, self.traffic)
+        self.world: Axis = Axis("world", range(self.size), self.rank, world, self.traffic, spans=self.spans)
         if self._gpus_are_shared():
             self._transport = HostTransport
-            self.world = Axis("world", range(self.size), self.rank, world, self.traffic, HostTransport)
+            self.world = Axis("world", range(self.size), self.rank, world, self.traffic, HostTransport, self.spans)
         self._require_same_sizes()
         self.mesh = self._mesh()
         self.pipe, self.data, self.context, self.tensor = (self._axis(name) for name in AXES)
@@ -180,7 +180,7 @@ class Grid:
         if (folder := timeline_folder()) is not None:
             from .comm.timeline_recorder import TimelineRecorder  # imported only where it is used
 
-            self.observe(TimelineRecorder(folder, self.rank, self.describe()))
+            self.spans.read(TimelineRecorder(folder, self.rank, self.describe()))
         if is_simulated(outer):
             outer.made(self)
         if environment is not None and self.size > 1:
@@ -199,8 +199,9 @@ class Grid:
         self.data_context = self.expert_data = data if whole.context.size == 1 else whole.context
         self.rank, self.coordinate, self.local_rank = whole.rank, whole.coordinate, whole.local_rank
         self.device, self.timeout = whole.device, whole.timeout
-        self.traffic, self.activity, self.call_orders = whole.traffic, whole.activity, whole.call_orders
-        self._observers, self._store, self._store_lost = whole._observers, whole._store, whole._store_lost
+        self.traffic, self.spans = whole.traffic, whole.spans
+        self.activity, self.call_orders = whole.activity, whole.call_orders
+        self._store, self._store_lost = whole._store, whole._store_lost
         if self._store is not None:
             self._calls = whole._calls
 
@@ -265,25 +266,10 @@ class Grid:
         key = (axis + purpose, tuple(members))
         if key not in self._subgroups:
             groups = [[group[i] for i in members] for group in self.topology.groups(axis)]
-            self._subgroups[key] = self._make(axis, groups)
+            self._subgroups[key] = made = self._make(axis, groups)
+            if made is not None:
+                made.purpose = purpose or "subgroup"
         return self._subgroups[key]
-
-    def observe(self, observer: Observer) -> None:
-        """Report the operations of all this rank's axes to an observer, also of axes that are made later."""
-        self._observers.append(observer)
-        for axis in self.axes():
-            axis.observe(observer)
-
-    def unobserve(self, observer: Observer) -> None:
-        """Report no further operations to an observer. No effect if it observes none."""
-        if observer in self._observers:
-            self._observers.remove(observer)
-        for axis in self.axes():
-            axis.unobserve(observer)
-
-    def observer(self, kind: type[T]) -> T | None:
-        """Return the first observer of a class, e.g. ``CommsLog``; None if there is none."""
-        return next((observer for observer in self._observers if isinstance(observer, kind)), None)
 
     def describe(self, rank: int | None = None) -> str:
         """Return a rank's name: ``rank 5 (pipe 1, data 0, tensor 1)``."""
@@ -552,18 +538,16 @@ class Grid:
             return self._alone(name)
         ranks = next(group for group in self.topology.groups(name) if self.rank in group)
         group = self.mesh.get_group(name) if self.mesh and len(ranks) > 1 else None
-        return Axis(name, ranks, self.rank, group, self.traffic, self._transport)
+        return Axis(name, ranks, self.rank, group, self.traffic, self._transport, self.spans)
 
     def _make(self, name: str, groups: list[list[int]]) -> Axis | None:
         own_axis = None
         for ranks in groups:
             group = _group(ranks, timedelta(seconds=self.timeout)) if len(ranks) > 1 else None
             if self.rank in ranks:
-                own_axis = Axis(name, ranks, self.rank, group, self.traffic, self._transport)
+                own_axis = Axis(name, ranks, self.rank, group, self.traffic, self._transport, self.spans)
         if own_axis is not None:
             self._connect(own_axis)
-            for observer in self._observers:
-                own_axis.observe(observer)
         return own_axis
 
     def _connect(self, axis: Axis) -> None:

@@ -74,6 +74,19 @@ class Profile(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TorchProfiler(Options):
+    """Traces of some steps by ``torch.profiler``, one of each rank: operators, kernels, passes, messages."""
+
+    MAIN: ClassVar = "start"
+
+    start: int = option(3, "First step to record, counted from 1 in this process, after one to warm up.", least=1)
+    steps: int = option(1, "Number of steps to record.", least=1)
+    folder: str | None = option(
+        None, "Folder for rank-0.pt.trace.json and so on; None: profiler, in json's folder if that is given."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CommunicationLog(Options):
     """Counts and times of collectives and messages, for ``engine.log_summary()``."""
 
@@ -124,6 +137,7 @@ class Monitoring(Options):
     )
     trace: Trace = option(Trace(), "Trace of one step of all ranks, for Perfetto or Chrome.")
     profile: Profile | None = option(None, "FLOPs and times of one step, for each module.")
+    profiler: TorchProfiler | None = option(None, "Traces of some steps by torch.profiler, one of each rank.")
     communication: CommunicationLog | None = option(None, "Counts and times of collectives and messages.")
     memory: bool = option(
         False, "Print the memory of every rank, by kind, around forward, backward and step. Slows every step."

@@ -18,10 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..base.deferred import Deferred
 from ..base.nest import map_tensors
-from ..base.parts import Parts
 from ..base.torch_private import storage_id
-from ..grid.comm.clock import Clock, Mark
 from ..grid.comm.lanes import Lanes
+from ..grid.comm.spans import OpenSpan, Spans
 from ..grid.loss_terms import NamedLosses
 from .activation_offload import HostMemory, KeptActivations, OffloadLane
 from .backward import SplitBackward, deferring
@@ -31,7 +30,6 @@ from .module import PipelineModule
 from .p2p import Receive, channels, receive_gradients, receive_value, received_gradients, send_gradients
 from .program.ops import COMPUTE, Op
 from .program.program import Program
-from .program.timeline import OpMarks
 from .recompute.early import run_to_recompute
 from .recompute.recompute import stateful
 from .schema import Flat, flatten, unflatten
@@ -147,11 +145,7 @@ class ProgramRun:
             gradients of the outputs.
         outputs, gradients: (stage, microbatch) -> what is not sent or read yet: the outputs, and the gradients of the
             inputs.
-        clock: marks the times of the ops, if they are recorded.
-        origin: time at which the run started, after a barrier over the ranks of this pipeline.
-        marks: times of the ops so far.
-        began: time from which the op that runs has had its inputs.
-        in_pair: True while the two ops of a pair run, whose inputs have arrived before.
+        span: span of the op that runs, if anything reads it.
     """
 
     def __init__(
@@ -163,7 +157,6 @@ class ProgramRun:
         wants_loss: bool,
         slices: int,
         bounds: Sequence[Sequence[tuple[int, int]]],
-        clock: Clock | None,
     ) -> None:
         self.facts, self.microbatches, self.slices, self.bounds = facts, microbatches, slices, bounds
         self.keeps_outputs, self.wants_loss = keeps_outputs, wants_loss
@@ -174,19 +167,16 @@ class ProgramRun:
         self.gradient_receives: dict[tuple[int, int], Receive] = {}
         self.outputs: dict[tuple[int, int], Flat] = {}
         self.gradients: dict[tuple[int, int], list[Tensor | None]] = {}
-        self.clock, self.in_pair = clock, False
-        self.origin: Mark = 0.0
-        self.began: Mark = 0.0
-        self.marks: list[OpMarks] = []
+        self.span: OpenSpan | None = None
 
     def kind(self, index: int) -> Hashable:
         """Return what two microbatches have in common whose messages have one schema."""
         return self.microbatches[index].kind, self.facts.training  # without gradients no tensor requires one
 
     def inputs_arrived(self) -> None:
-        """Mark that the op that runs has its inputs."""
-        if self.clock is not None and not self.in_pair:
-            self.began = self.clock.mark()
+        """Note that the op that runs has its inputs."""
+        if self.span is not None:
+            self.span.turn()
 
 
 class Executor:
@@ -197,14 +187,13 @@ class Executor:
         reducer: runs the program's REDUCE and TIED ops.
         gatherer: runs its RELEASE ops; GATHER has no effect, because each layer gathers its weights when it runs. None
             if weights are always whole.
-        parts: contexts of the part ``stage``, the layers of one stage in a forward pass.
+        spans: stream of the ops, and of the part ``stage``, the layers of one stage in a forward pass.
         memory: makes the allocator of offloaded activations, for programs with O and R.
         slices: states of the layers, for programs over slices of sequences.
 
     Attributes:
         weights: what the losses of the next batch are multiplied with.
         forms: (in training, stage) -> form of the losses of earlier batches, which each microbatch must have.
-        clock: if set, each run records the times of its ops.
         interleaves: run the two passes of a pair interleaved. If False, or if no axis of the model has collectives,
             they run one after the other, as two ops.
     """
@@ -214,16 +203,16 @@ class Executor:
         module: PipelineModule,
         reducer: GradientSums,
         gatherer: Gatherer | None,
-        parts: Parts,
+        spans: Spans,
         memory: Callable[[], HostMemory] | None = None,
         slices: SliceStates | None = None,
     ) -> None:
-        self._module, self._reducer, self._gatherer, self._parts = module, reducer, gatherer, parts
+        self._module, self._reducer, self._gatherer, self._spans = module, reducer, gatherer, spans
         self._grid = module.grid
         self._last_stage = len(module.placement) - 1
         self._outgoing, self._incoming = channels(module, "F"), channels(module, "B")
         self._channels = [*self._outgoing.values(), *self._incoming.values()]
-        module.stage_part = partial(parts, "stage")
+        module.stage_part = partial(spans, "stage")
         self._handlers: dict[str, Callable[[ProgramRun, Op], None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -248,7 +237,6 @@ class Executor:
         self._memory, self._slices = memory, slices
         self._lane: OffloadLane | None = None
         self._checked: set[tuple[int, Hashable]] = set()  # stages and kinds of microbatches that have run
-        self.clock: Clock | None = None
         self.weights = LossWeights()
         self.forms: Forms = {}
         self._program: Program | None = None  # of the last run
@@ -265,16 +253,6 @@ class Executor:
         if self._run is None:
             raise RuntimeError("no program has run yet: call engine.train_batch first")
         return self._run
-
-    def wrap(self, kind: str, around: Callable[[Op], AbstractContextManager[Any]]) -> None:
-        """Run every later op of a kind in the context ``around(op)``, for example autocast or a measurement."""
-        inner = self._handlers[kind]
-
-        def handler(run: ProgramRun, op: Op) -> None:
-            with around(op):
-                inner(run, op)
-
-        self._handlers[kind] = handler
 
     def forget_schemas(self) -> None:
         """Drop the cached schemas of messages on both ends, because they may change, e.g. if layers were frozen."""
@@ -313,18 +291,13 @@ class Executor:
         """
         ops = program.ops[self._grid.pipe.rank]
         run = self._run = self._begin(program, ops, microbatches, outputs, loss)
-        handlers = self._handlers
-        if run.clock is not None:
-            handlers = dict.fromkeys(handlers, self._marked)
-            self._grid.pipe.barrier()
-            run.origin = run.clock.mark()
         activity = self._grid.activity
         for together in self._together(program.schedule.pairs, ops):
             try:
                 if len(together) == 1:
                     (op,) = together
                     activity.start(op)
-                    handlers[op.kind](run, op)
+                    self._op(run, op)
                     run.computed += op.kind in COMPUTE
                 else:
                     activity.start("{}&{}".format(*together))
@@ -359,7 +332,7 @@ class Executor:
         losses = RunLosses(
             self._grid, self.weights, self.forms, facts.training, len(slices), self._last_stage, self._module.is_last
         )
-        return ProgramRun(facts, microbatches, losses, outputs, loss, len(slices), bounds, self.clock)
+        return ProgramRun(facts, microbatches, losses, outputs, loss, len(slices), bounds)
 
     def _together(self, pairs: Collection[Op], ops: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
         """Yield the ops one by one, but the two ops of a pair together if they are to run interleaved."""
@@ -372,27 +345,20 @@ class Executor:
 
     def _pair(self, run: ProgramRun, first: Op, second: Op) -> None:
         """Run two passes interleaved, from when the inputs of both have arrived."""
-        entered = None if run.clock is None else run.clock.mark()
-        for op in (first, second):
-            receives = run.input_receives if op.kind == "F" else run.gradient_receives
-            if op.kind != "W" and (receive := receives.get(op[1:])) is not None:
-                receive.wait()
-        began = None if run.clock is None else run.clock.mark()
-        run.in_pair = True
-        for axis in self._model_axes:
-            axis.lanes = self._lanes
-        try:
-            self._lanes.run(
-                partial(self._handlers[first.kind], run, first),
-                partial(self._handlers[second.kind], run, second),
-            )
-        finally:
-            run.in_pair = False
+        with self._spans("pair", (first, second)) as span:
+            for op in (first, second):
+                receives = run.input_receives if op.kind == "F" else run.gradient_receives
+                if op.kind != "W" and (receive := receives.get(op[1:])) is not None:
+                    receive.wait()
+            if span is not None:
+                span.turn()
             for axis in self._model_axes:
-                axis.lanes = None
-        if run.clock is not None:
-            end = run.clock.mark()
-            run.marks += [OpMarks(op, entered, began, end) for op in (first, second)]
+                axis.lanes = self._lanes
+            try:
+                self._lanes.run(partial(self._op, run, first), partial(self._op, run, second))
+            finally:
+                for axis in self._model_axes:
+                    axis.lanes = None
 
     def _running(self, run: ProgramRun, op: Op) -> AbstractContextManager[None]:
         """Return the context of a slice's forward or backward."""
@@ -405,12 +371,13 @@ class Executor:
         self._module.dropout_state.first_token = bounds[number][0]
         return self._slices.running((op.stage, microbatch), number, *bounds[number], bounds[-1][1])
 
-    def _marked(self, run: ProgramRun, op: Op) -> None:
-        """Run an op and append three times to ``marks``: the call, the arrival of its inputs, and its end."""
-        assert run.clock is not None  # of a run that records the times
-        entered = run.began = run.clock.mark()
-        self._handlers[op.kind](run, op)
-        run.marks.append(OpMarks(op, entered, run.began, run.clock.mark()))
+    def _op(self, run: ProgramRun, op: Op) -> None:
+        """Run an op, in its span if anything is read."""
+        if not self._spans.are_read:
+            self._handlers[op.kind](run, op)
+            return
+        with self._spans(op.kind, op) as run.span:
+            self._handlers[op.kind](run, op)
 
     def _forward(self, run: ProgramRun, op: Op) -> None:
         """Run ``outputs = stage(inputs)`` and, after the last stage, ``loss = loss_fn(outputs, labels)``."""
@@ -444,7 +411,7 @@ class Executor:
             checked = stage, run.kind(index)
             self._module.check_hook = None if checked in self._checked else flatten
             layers = partial(self._module.run_stage, stage, fields=microbatch.fields, without_head=with_head)
-            with self._parts("stage"):
+            with self._spans("stage"):
                 if (stage, index) in run.facts.recomputed:
                     value, again = self._run_to_recompute(stage, layers, value, named)
                 else:

@@ -153,8 +153,8 @@ class DeepSpeedMembers(ConfiguredEngine, metaclass=EngineType):
         self.tput_timer = ThroughputTimer(self.batch.train)
         self.timers = WallClockTimers(self.grid.synchronize)
         self.grid = ParallelGrid(self.grid)
-        engine = proxy(self)  # the parts are the engine's
-        self.parts.watch("step", lambda: engine._stepping())
+        engine = proxy(self)  # the stream is the engine's
+        self.spans.read(lambda span: engine._stepping(), "step")
         if self.optimizer is not None:
             members = {"optimizer": self.data_axis.optimizer, "dynamic_loss_scale": self.dynamic_loss_scale()}
             scaler = (

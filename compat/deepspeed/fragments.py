@@ -127,7 +127,7 @@ def _divisor(param: nn.Parameter, require: bool = False) -> Any:
             if not isinstance(engine, ModuleEngine) or engine.in_no_sync:
                 break
             if engine.backward_passes.count and engine.is_last_microbatch():
-                with engine.parts("reduce"):
+                with engine.spans("reduce"):
                     engine.backward_passes.end_reductions()
                 weight = engine.grid.data.size * engine.batch.accumulation * engine.data_axis.access.applied
                 return weight * engine.data_axis.options.divisor * engine.optimizer_step.scale

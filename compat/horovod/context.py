@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,14 +34,15 @@ class HorovodContext:
         axis: an axis of all processes, used by Horovod's collectives alone.
         queue: runs the collectives, one at a time.
         places: for each rank, its number on its host and the number of processes on that host.
-        timeline: the file given to ``start_timeline``, and the temporary folder of each rank's part.
+        timeline: the file given to ``start_timeline``, the temporary folder of each rank's part, the recorder, and the
+            function that stops recording.
     """
 
     grid: Grid
     axis: Axis
     queue: CollectiveQueue
     places: list[tuple[int, int]]
-    timeline: tuple[Path, tempfile.TemporaryDirectory[str]] | None = None
+    timeline: tuple[Path, tempfile.TemporaryDirectory[str], TimelineRecorder, Callable[[], None]] | None = None
 
 
 _context: HorovodContext | None = None
@@ -194,12 +195,12 @@ def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
     check_path("start_timeline", file_path=file_path)
     if mark_cycles:
         raise ValueError("mark_cycles=True: triax has no cycles, collectives start when they are called: leave it out")
-    if hvd.grid.observer(TimelineRecorder) is not None:
+    if hvd.grid.spans.reader(TimelineRecorder) is not None:
         raise ValueError("a timeline is being recorded already, by triax run --timeline or start_timeline")
     folder = tempfile.TemporaryDirectory(prefix="triax-timeline-")
     _barrier(hvd, "start_timeline")
-    hvd.grid.observe(TimelineRecorder(folder.name, hvd.grid.rank, hvd.grid.describe()))
-    hvd.timeline = (Path(file_path), folder)
+    recorder = TimelineRecorder(folder.name, hvd.grid.rank, hvd.grid.describe())
+    hvd.timeline = (Path(file_path), folder, recorder, hvd.grid.spans.read(recorder))
 
 
 def stop_timeline() -> None:
@@ -209,15 +210,14 @@ def stop_timeline() -> None:
         ValueError: ``start_timeline`` was not called.
     """
     hvd = context()
-    recorder = hvd.grid.observer(TimelineRecorder)
-    if hvd.timeline is None or recorder is None:
+    if hvd.timeline is None:
         raise ValueError("no timeline is being recorded: call start_timeline(file) before")
     from ...engine.monitor.trace.merge_timelines import merged
     from ...pipe.program.chrome_trace import write_trace
 
     _barrier(hvd, "stop_timeline")
-    (file, folder), hvd.timeline = hvd.timeline, None
-    hvd.grid.unobserve(recorder)
+    (file, folder, recorder, stop), hvd.timeline = hvd.timeline, None
+    stop()
     recorder.close()
     parts = hvd.grid.world.all_gather_json(recorder.file.read_text(encoding="utf-8"))
     folder.cleanup()

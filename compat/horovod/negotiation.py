@@ -19,7 +19,6 @@ from ...base.errors import AgreedError
 from ...grid import Axis, Grid
 from ...grid.agreement.failure import all_or_none
 from ...grid.comm.equal_facts import same
-from ...grid.comm.observer import labeled
 
 _CLOSE_TIMEOUT = 5.0  # seconds that ``close`` waits for the operations that are still running
 
@@ -131,9 +130,9 @@ class CollectiveQueue:
     def _run(self, request: CollectiveRequest, work: Callable[[Axis], Any]) -> Any:
         with all_or_none(self._grid, lambda: None, f"{request.kind} of {request.name}"):
             phase = request.kind.upper()  # its name in Horovod's timeline: ALLREDUCE
-            with labeled(self._axis, request.name, f"NEGOTIATE_{phase}"):
+            with self._axis.labeled(request.name, f"NEGOTIATE_{phase}"):
                 self._negotiate(request)
-            with labeled(self._axis, request.name, phase):
+            with self._axis.labeled(request.name, phase):
                 return work(self._axis)
 
     def _negotiate(self, request: CollectiveRequest) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch import nn
 from ...base.checks import LARGEST, SMALLEST
 from ...grid import Axis
 from ...grid.agreement.failure import all_or_none
-from ...grid.comm.timeline_recorder import TimelineRecorder
 from ...zero.modules.module_optimizer import ZeroModuleOptimizer
 from ...zero.optimizer_entries import load_in_place
 from .compression import Compression, elementwise
@@ -165,7 +164,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                     "optimizer.synchronize() before"
                 )
             averaging.synchronize()
-        with averaging.span("step"):
+        with averaging.grid.spans("optimizer", "step"):
             result = super().step(None if closure is None else averaged_closure)
         averaging.reducer.mark_used()
         averaging.wrapped._opt_called = True  # type: ignore[attr-defined]  # read by schedulers of the wrapped optimizer
@@ -239,20 +238,15 @@ class _GradientAveraging:
     ) -> None:
         self.wrapped = wrapped
         self._named, self._axis, self._groups, self._settings = list(named), axis, groups, settings
-        self._grid = context().grid
+        self.grid = context().grid
         self.skip = False
         self.reducer = self._make_reducer()
 
     def synchronize(self) -> None:
         """Reduce all gradients; an error on one rank is raised on all."""
-        agreed = all_or_none(self._grid, self.reducer.abandon, "the reduction of gradients")
-        with self.span("synchronize"), agreed:
+        agreed = all_or_none(self.grid, self.reducer.abandon, "the reduction of gradients")
+        with self.grid.spans("optimizer", "synchronize"), agreed:
             self.reducer.synchronize()
-
-    def span(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that records a span in the timeline, if one is recorded."""
-        recorder = self._grid.observer(TimelineRecorder)
-        return nullcontext() if recorder is None else recorder.span(name, "optimizer")
 
     def require_trained(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raise a RuntimeError for parameters that require gradients but have no bucket."""
@@ -276,7 +270,7 @@ class _GradientAveraging:
 
     def _make_reducer(self) -> Reducer:
         """Return a Reducer, after comparing the parameters of all ranks. Collective."""
-        grid = self._grid
+        grid = self.grid
         own_facts = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self._named]
         away = next((name for name, p in self._named if p.device.type not in ("cpu", grid.device.type)), None)
         problem = None if away is None else f"{away} is not on {grid.device}, the ranks' device: move the model there"

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from ...base.autograd import WeakHook
 from ...base.torch_private import storage_id
 from ...grid import Axis, Grid, Pending
-from ...grid.comm.observer import labeled
 from .compression import elementwise
 
 
@@ -57,7 +56,7 @@ class AllreduceBucket:
         shape = self.parameters[0].shape if len(self.parameters) == 1 else flat.shape
         wire, ctx = compression.compress(flat.view(shape))
         wire = wire.contiguous()
-        with labeled(axis, self.name):
+        with axis.labeled(self.name):
             self._sent = axis.all_reduce(wire, async_op=True), flat, wire, ctx
         self._version = _version(self.parameters[0].grad)
 
@@ -236,7 +235,7 @@ class Reducer:
                 self._start_next()
             used = [parameter in self._bucket_of[parameter].had_gradient for parameter in self.parameters]
             flags = torch.tensor(used, dtype=torch.uint8, device=self._grid.device)
-            with labeled(self._axis, "which have gradients"):
+            with self._axis.labeled("which have gradients"):
                 flagged = self._axis.all_reduce(flags, op="max", async_op=True)
             for bucket in self._buckets:
                 bucket.finish(self._compression, self._after)

@@ -10,18 +10,18 @@ The kinds are those of ``Engine.memory_report``:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import cast
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from ...base.records import show
 from ...grid import Grid
-from ...pipe.program.ops import COMPUTE, MAKES, Op
+from ...grid.comm.spans import OpenSpan
+from ...pipe.program.ops import COMPUTE, MAKES
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.held_bytes import held_bytes
-from ..kinds import AnyEngine, Pipelined, Stepped, is_pipelined
+from ..kinds import AnyEngine, is_pipelined
 from ..monitor import format as units
 from ..monitor.profiler.memory_meter import MemoryMeter
 
@@ -100,80 +100,34 @@ def table(step: int, grid: Grid, everyone: list[dict[str, BytesByKind]]) -> str:
 
 
 def install(engine: AnyEngine) -> None:
-    """Record the bytes held in each step of an engine, and print them every ``monitor.print_every`` steps."""
+    """Record the bytes held in each step of an engine, and print them every ``monitor.print_every`` steps.
+
+    They are recorded after each forward and backward pass. Of all forward passes in a step of a pipeline, only the
+    record with the most activations is kept. In other steps each microbatch replaces the records of the one before;
+    tensors made outside the engine's calls, such as the loss, do not count.
+    """
     breakdown = MemoryBreakdown(engine.grid, engine.data_axis, engine.module)
-    if is_pipelined(engine):
-        _observe_pipeline(engine, breakdown)
-    else:
-        _observe_module(cast("Stepped", engine), breakdown)
-
-
-def _observe_pipeline(engine: Pipelined, breakdown: MemoryBreakdown) -> None:
-    """Observe ``train_batch`` and the executor's compute ops.
-
-    The bytes are recorded after each op. Of all forward passes in a step, only the record with the most activations is
-    kept.
-    """
+    engine.record_memory = True
 
     @contextmanager
-    def noted(op: Op) -> Iterator[None]:
-        yield
-        if (meter := engine.accounts.meter) is not None:  # None in an evaluation
-            forward = op.kind in MAKES
-            breakdown.note("after forward" if forward else "after backward", meter, most=forward)
-
-    @contextmanager
-    def step() -> Iterator[None]:
-        breakdown.rows = {}
-        breakdown.note("before forward")
-        recorded, engine.record_memory = engine.record_memory, True
-        try:
-            yield
-        finally:
-            engine.record_memory = recorded
-        breakdown.end_step(engine.global_steps, engine.options.monitor.print_every)
-
-    for kind in COMPUTE:
-        engine.executor.wrap(kind, noted)
-    engine.parts.watch("step", step)
-
-
-def _observe_module(engine: Stepped, breakdown: MemoryBreakdown) -> None:
-    """Observe ``forward``, ``backward`` and ``step``.
-
-    Each microbatch replaces the records of the one before. Tensors made outside the engine's calls, such as the loss,
-    do not count.
-    """
-    meters: list[MemoryMeter] = []  # the meter of this step, from its first forward pass on
-
-    @contextmanager
-    def forward() -> Iterator[None]:
-        if not (torch.is_grad_enabled() and engine.module.training):
-            yield
-            return
-        if not meters:
+    def passes(span: OpenSpan) -> Iterator[None]:
+        trains = engine.module.training and torch.is_grad_enabled()
+        if span.kind == "forward" and trains and not breakdown.rows:
             breakdown.note("before forward")
-            meters.append(MemoryMeter(breakdown.weights))
-        with meters[0].counting():
-            yield
-        breakdown.note("after forward", meters[0])
+        yield
+        if (meter := engine.accounts.meter) is not None and (trains or span.kind != "forward"):
+            forward = span.kind in (*MAKES, "forward")
+            breakdown.note("after forward" if forward else "after backward", meter, most=span.kind in MAKES)
 
     @contextmanager
-    def backward() -> Iterator[None]:
-        with meters[0] if meters else nullcontext():
-            yield
-        if meters:
-            breakdown.note("after backward", meters[0])
-
-    @contextmanager
-    def step() -> Iterator[None]:
+    def step(span: OpenSpan) -> Iterator[None]:
+        if is_pipelined(engine):
+            breakdown.rows = {}
+            breakdown.note("before forward")
         last = engine.is_last_microbatch()
-        with meters[0] if meters else nullcontext():
-            yield
-        if last and meters:
-            meters.clear()
+        yield
+        if last and breakdown.rows:
             breakdown.end_step(engine.global_steps, engine.options.monitor.print_every)
 
-    engine.parts.watch("forward", forward)
-    engine.parts.watch("backward", backward)
-    engine.parts.watch("step", step)
+    engine.spans.read(passes, *COMPUTE, "forward", "backward")
+    engine.spans.read(step, "step")

@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import astuple
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..kinds import AnyEngine, Pipelined, Stepped, is_pipelined
+from ...grid.comm.spans import OpenSpan
+from ...pipe.program.ops import COMPUTE
+from ..kinds import AnyEngine, Stepped, is_pipelined
 from ..monitor.profiler.module_counter import ModuleCounter
 from ..monitor.profiler.step_report import RankProfile, head, whole_model
 from ..monitor.profiler.tree_report import ModuleNode, publish, report
@@ -55,32 +57,41 @@ class StepProfile:
         self.modules.reset()
         self.forward, self.backward, self.update = [], [], []
         self._hooks.enter_context(self.modules.hooked())
+        if is_pipelined(self._engine):
+            executor = self._engine.executor
+            self._hooks.callback(setattr, executor, "interleaves", executor.interleaves)
+            executor.interleaves = False  # each pass is timed by itself
         self.active, self._begin = True, self._now()
 
     def stop(self) -> None:
-        """Remove all hooks from the module."""
+        """Remove all hooks from the module, and measure no more."""
         self._hooks.close()
         self.active = False
 
-    def microbatch(self, index: int) -> AbstractContextManager[None]:
-        """Return the context for a microbatch's forward pass: microbatch 0 counts FLOPs, the others are timed.
+    @contextmanager
+    def microbatch(self, index: int) -> Iterator[None]:
+        """Context for a microbatch's forward pass: microbatch 0 counts FLOPs, the others are timed.
 
         The only microbatch of a step is both counted and timed.
         """
-        if not self.active:
-            return nullcontext()
-        return self.modules.measured(flops=index == 0, seconds=self.times(index))
+        try:
+            with self.modules.measured(flops=index == 0, seconds=self.times(index)):
+                yield
+        except BaseException:
+            self.stop()
+            raise
 
     def times(self, index: int) -> bool:
         """Return True if this microbatch is timed."""
         return index > 0 or self._engine.batch.accumulation == 1
 
     @contextmanager
-    def timed(self, into: list[float]) -> Iterator[None]:
-        """Context whose duration in seconds is appended to the list ``into``."""
-        begin = self._now()
+    def timed(self, span: OpenSpan, into: list[float]) -> Iterator[None]:
+        """Context that appends the seconds of a span, from when its op has its inputs, to the list ``into``."""
+        begins = [self._now()]
+        span.at_turn(lambda: begins.append(self._now()))
         yield
-        into.append(self._now() - begin)
+        into.append(self._now() - begins[-1])
 
     def finish(self) -> None:
         """End the step; rank 0 prints the report. Collective."""
@@ -109,79 +120,48 @@ class StepProfile:
 
 
 def install(engine: AnyEngine) -> None:
-    """Let an engine profile the step ``monitor.profile.step`` and no other step."""
-    if is_pipelined(engine):
-        _profile_pipeline(engine)
-    else:
-        _profile_module(cast("Stepped", engine))
+    """Let an engine profile the step ``monitor.profile.step`` and no other step.
 
+    The step of a pipeline begins with ``train_batch``, the step of another module with its first forward pass.
+    """
+    profile, pipelined = StepProfile(engine), is_pipelined(engine)
 
-def _profile_pipeline(engine: Pipelined) -> None:
-    """Profile one call of ``train_batch``."""
-    profile = StepProfile(engine)
+    def microbatch(span: OpenSpan) -> int | None:
+        """Return the number of the microbatch of a pass. None if it is not measured, as an evaluation in between."""
+        if not (profile.active and engine.module.training and torch.is_grad_enabled()):
+            return None
+        number: int = span.about.microbatch if pipelined else cast("Stepped", engine).microbatch
+        return number
 
-    @contextmanager
-    def step() -> Iterator[None]:
-        if not profile.due:
-            yield
-            return
-        recorded, engine.record_timeline = engine.record_timeline, True
-        interleaves, engine.executor.interleaves = engine.executor.interleaves, False  # each pass is timed by itself
-        removers = [
-            engine.parts.watch("stage", lambda: profile.modules.within("")),
-            engine.parts.watch("optimizer", lambda: profile.timed(profile.update)),
-        ]
-        profile.start()
-        try:
-            yield
-        except BaseException:
-            profile.stop()
-            raise
-        finally:
-            for remove in removers:
-                remove()
-            engine.record_timeline = recorded
-            engine.executor.interleaves = interleaves
-        assert engine.timeline is not None
-        for op, start, end in engine.timeline.rows[engine.grid.pipe.rank]:
-            if profile.times(op.microbatch):
-                (profile.forward if op.kind == "F" else profile.backward).append(end - start)
-        profile.finish()
+    def counted(span: OpenSpan) -> AbstractContextManager[None] | None:
+        return None if (number := microbatch(span)) is None else profile.microbatch(number)
 
-    engine.executor.wrap("F", lambda op: profile.microbatch(op.microbatch))
-    engine.parts.watch("step", step)
+    def timed(span: OpenSpan) -> AbstractContextManager[None] | None:
+        if (number := microbatch(span)) is None or not profile.times(number):
+            return None
+        return profile.timed(span, profile.forward if span.kind in ("F", "forward") else profile.backward)
 
-
-def _profile_module(engine: Stepped) -> None:
-    """Profile one step, which consists of calls of ``forward``, ``backward`` and ``step``."""
-    profile = StepProfile(engine)
-
-    def trains() -> bool:
-        return bool(engine.module.training and torch.is_grad_enabled())  # an evaluation in between does not count
-
-    def timed(into: list[float]) -> AbstractContextManager[None]:
-        wanted = profile.active and trains() and profile.times(engine.microbatch)
-        return profile.timed(into) if wanted else nullcontext()
+    def update(span: OpenSpan) -> AbstractContextManager[None] | None:
+        return profile.timed(span, profile.update) if profile.active and engine.is_last_microbatch() else None
 
     @contextmanager
-    def forward() -> Iterator[None]:
-        if profile.due and trains():
-            profile.start()
-        try:
-            with timed(profile.forward), profile.microbatch(engine.microbatch) if trains() else nullcontext():
-                yield
-        except BaseException:
-            profile.stop()
-            raise
-
-    @contextmanager
-    def step() -> Iterator[None]:
+    def step(span: OpenSpan) -> Iterator[None]:
         last = profile.active and engine.is_last_microbatch()
-        with profile.timed(profile.update) if last else nullcontext():
+        try:
             yield
+        except BaseException:
+            profile.stop()
+            raise
         if last:
             profile.finish()
 
-    engine.parts.watch("forward", forward)
-    engine.parts.watch("backward", lambda: timed(profile.backward))
-    engine.parts.watch("step", step)
+    def begin(span: OpenSpan) -> None:
+        if profile.due and (pipelined or (engine.module.training and torch.is_grad_enabled())):
+            profile.start()
+
+    engine.spans.read(counted, "F", "forward")
+    engine.spans.read(timed, *COMPUTE, "forward", "backward")
+    engine.spans.read(lambda span: profile.modules.within("") if profile.active else None, "stage")
+    engine.spans.read(update, "optimizer" if pipelined else "step")
+    engine.spans.read(step, "step")
+    engine.spans.read(begin, "step" if pipelined else "forward")  # last, so that it is called first

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.parts import Parts
 from ...grid import Grid
 from ...grid.agreement.agreement import totals
+from ...grid.comm.spans import OpenSpan, Spans
 from .profiler.flop_counter import FlopCounter
 
 # Dense peak in TFLOP/s from NVIDIA's data sheets: in 16 bits, in TF32, in fp32. A longer name precedes its prefix.
@@ -64,22 +64,22 @@ class MfuMeter:
         grid: the ranks that compute the model.
         peak: TFLOP/s of one device.
         module: only its forward passes in training mode count.
-        parts, name: the part of a step that runs the module.
+        spans: the engine's stream.
 
     Attributes:
         flops: FLOPs of the whole model in one step; None before the end of the first step.
     """
 
-    def __init__(self, grid: Grid, peak: float, module: nn.Module, parts: Parts, name: str) -> None:
+    def __init__(self, grid: Grid, peak: float, module: nn.Module, spans: Spans) -> None:
         self._grid, self.peak, self._module = grid, peak, module
         self.flops: float | None = None
         self._forward_flops = 0  # of this rank
-        self._remove = parts.watch(name, self._counting)
+        self._stop = spans.read(self._counting, "stage", "forward")
 
     def end_step(self) -> None:
         """After the first step, sum the FLOPs over all ranks and count no more. Collective then."""
         if self.flops is None:
-            self._remove()
+            self._stop()
             (total,) = totals(self._grid, [float(self._forward_flops)])
             self.flops = 3.0 * total
 
@@ -88,7 +88,7 @@ class MfuMeter:
         return self.flops / seconds / (self.peak * 1e12 * self._grid.size) if self.flops else None
 
     @contextmanager
-    def _counting(self) -> Iterator[None]:
+    def _counting(self, span: OpenSpan) -> Iterator[None]:
         if not self._module.training:
             yield
             return

@@ -5,15 +5,14 @@ The self time of a slice is the time that no slice within it takes, so the self 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...pipe.program.ops import KINDS, Op
 from .records import Slice, StepRecord, UnderWay
 
 if TYPE_CHECKING:
     from ...grid.comm.clock import Clock, Mark
-    from ...grid.comm.step_recorder import TimedCollective
-    from ...pipe.program.timeline import OpMarks
 
 Parts = dict[str, dict[str, float]]  # axis -> part -> seconds
 
@@ -41,7 +40,7 @@ PARTS: dict[str, tuple[str, str]] = {
     "program": ("host", "other"),
     "step": ("host", "other"),
 }
-_COLLECTIVES = {
+_PARTS_OF_COLLECTIVES = {
     ("pipe", "barrier"): ("pipe", "idle"),
     ("data", "all_gather"): ("data", "gather"),
     ("data", "broadcast"): ("data", "gather"),
@@ -49,32 +48,51 @@ _COLLECTIVES = {
 }
 _AXES = {"pipe": ("pipe", "tied weights"), "data": ("data", "reduce"), "tensor": ("tensor", "collectives")}
 _AXES |= dict.fromkeys(("data within", "data between"), ("data", "reduce"))  # ZeRO++: within hosts, between hosts
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")  # that are timed
 WORLD = ("world", "agree")  # the world group, and groups over several axes
 _ROUNDING = 1e-9  # seconds: the rounding error of times that were read back from a file in microseconds
 
 
-def step_record(
-    step: int,
-    clock: Clock,
-    whole: tuple[Mark, Mark],
-    phases: Iterable[tuple[str, Mark, Mark]],
-    ops: Sequence[OpMarks],
-    collectives: Iterable[TimedCollective],
-) -> StepRecord:
+class TimedSpan(NamedTuple):
+    """A span that has ended, and its times as marks of a clock.
+
+    Attributes:
+        kind, about: as in ``OpenSpan``.
+        start, end: its beginning and its end.
+        turn: from then on the rank waited for an operation that it had started; an op had its inputs.
+    """
+
+    kind: str
+    about: Any
+    start: Mark
+    turn: Mark
+    end: Mark
+
+
+def ops_of(timed: Sequence[TimedSpan]) -> Iterator[tuple[Op, Mark, Mark, Mark]]:
+    """Yield each op with its times as in ``TimedSpan``. The times of the two ops of a pair are those of the pair."""
+    paired = {op for span in timed if span.kind == "pair" for op in span.about}
+    for span in timed:
+        if span.kind == "pair":
+            yield from ((op, span.start, span.turn, span.end) for op in span.about)
+        elif span.kind in KINDS and span.about not in paired:
+            yield span.about, span.start, span.turn, span.end
+
+
+def step_record(step: int, clock: Clock, whole: tuple[Mark, Mark], timed: Sequence[TimedSpan]) -> StepRecord:
     """Build the record of a step from the marks of one rank.
 
     Args:
         step: number of the step.
         clock: the clock that made the marks.
         whole: begin and end of the step.
-        phases: kind, begin and end of each phase of the engine.
-        ops: marks of each op of the program.
-        collectives: the collectives of the step.
+        timed: phases of the engine, ops of the program, and collectives.
     """
     clock.settle()
     at = clock.at
     slices = [Slice(f"step {step}", "step", at(whole[0]), at(whole[1]), {})]
-    slices += [Slice(kind, kind, at(start), at(end), {}) for kind, start, end in phases]
+    slices += [Slice(kind, kind, at(start), at(end), {}) for kind, about, start, _, end in timed if kind == about]
+    ops = [*ops_of(timed)]
     received = {(op.kind, op.stage, op.microbatch) for op, *_ in ops}
     for op, entered, began, end in ops:
         named = {"stage": op.stage} | ({"microbatch": op.microbatch} if op.microbatch >= 0 else {})
@@ -84,12 +102,12 @@ def step_record(
             slices.append(Slice(f"wait for {source}{op.microbatch}", "wait", at(entered), at(began), named))
         slices.append(Slice(str(op), op.kind, at(began), at(end), named))
     under_way = []
-    for call in collectives:
-        start, waited, end = at(call.start), at(call.waited), at(call.end)
-        size = {"axis": call.axis, "bytes": call.bytes}
-        slices.append(Slice(call.collective, f"{call.axis}:{call.collective}", waited, end, size))
-        if start < waited:
-            under_way.append(UnderWay(call.axis, call.collective, start, end, call.bytes))
+    for kind, call, begin, turn, over in timed:
+        if kind in COLLECTIVES:
+            axis, start, waited, end = call.axis.name, at(begin), at(turn), at(over)
+            slices.append(Slice(kind, f"{axis}:{kind}", waited, end, {"axis": axis, "bytes": call.sent}))
+            if start < waited:
+                under_way.append(UnderWay(axis, kind, start, end, call.sent))
     begin, end = slices[0].start, slices[0].end
     within = [s for s in slices[1:] if begin <= s.start and s.end <= end]
     return StepRecord(step, (slices[0], *sorted(within, key=lambda s: (s.start, -s.end))), tuple(under_way))
@@ -124,4 +142,4 @@ def part_of(kind: str) -> tuple[str, str]:
     if kind in PARTS:
         return PARTS[kind]
     axis, _, collective = kind.partition(":")
-    return _COLLECTIVES.get((axis, collective)) or _AXES.get(axis, WORLD)
+    return _PARTS_OF_COLLECTIVES.get((axis, collective)) or _AXES.get(axis, WORLD)

@@ -1,4 +1,4 @@
-"""Communication of the grid: one ``Axis`` with all collectives, its observers, and pending operations.
+"""Communication of the grid: one ``Axis`` with all collectives, its spans, and pending operations.
 
 - ``axis.py``: ``Axis``, the collectives and messages of the ranks along one axis of the grid
 - ``regions.py``: collectives whose backward pass is the transposed one: copy / all-reduce, gather / split; of
@@ -9,10 +9,9 @@
 - ``lanes.py``: ``Lanes``: two passes that take turns, so that one computes while the other waits for its collective
 - ``equal_facts.py``: ``same``: whether all ranks of an axis have equal facts
 - ``traffic.py``: counters of the bytes sent, by axis and collective
-- ``observer.py``: ``Observer``, which an axis calls when an operation begins and ends
-- ``comms_log.py``: observer: durations of collectives and messages, for ``monitor.communication``
-- ``step_recorder.py``: observer: times of a step's collectives, for time reports and traces
-- ``timeline_recorder.py``: observer: the file of one rank for ``triax run --timeline``
+- ``spans.py``: ``Spans``: the stream of what a rank does, which everything that measures a step reads
+- ``comms_log.py``: reader of spans: durations of collectives and messages, for ``monitor.communication``
+- ``timeline_recorder.py``: reader of spans: the file of one rank for ``triax run --timeline``
 - ``clock.py``: times of events on one rank: CPU clock, or events in a GPU's stream
 - ``simulated.py``: process groups of a dry run, which send nothing
 - ``tcp_store.py``: stores that listen on one address alone

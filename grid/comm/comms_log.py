@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...base.uncompiled import uncompiled
-from .observer import ObservedAxis, Observer
+from .axis import Operation
+from .spans import OpenSpan
 
-# Files of the functions between the caller of an axis and its observers.
+# Files of the functions between the caller of an axis and the readers of its spans.
 _INSIDE = (f"{Path(__file__).parent}{os.sep}", uncompiled.__code__.co_filename)
 
 
@@ -34,13 +36,12 @@ class LoggedCall(NamedTuple):
     caller: str = ""
 
 
-class CommsLog(Observer):
-    """Observer that keeps durations of collectives and messages, from the call to the end of its wait.
+class CommsLog:
+    """Reader of spans that keeps durations of collectives and messages, from the call to the end of its wait.
 
     The duration of an asynchronous operation thus includes the time between its start and the call of ``wait``.
 
     Args:
-        ops: names of the axis's methods to time, e.g. ``all_reduce``.
         synchronize: function that waits for the device. It is called before each time is taken.
         each: called at the end of every timed call, with the call and the seconds that it took.
         callers: record the name of the function that made each call.
@@ -51,29 +52,28 @@ class CommsLog(Observer):
 
     def __init__(
         self,
-        ops: Collection[str],
         synchronize: Callable[[], None],
         each: Callable[[LoggedCall, float], None] | None = None,
         callers: bool = False,
     ) -> None:
-        self.ops, self._synchronize, self._each, self._callers = frozenset(ops), synchronize, each, callers
+        self._synchronize, self._each, self._callers = synchronize, each, callers
         self.seconds: dict[LoggedCall, list[float]] = {}
 
     def clear(self) -> None:
         """Delete all recorded durations."""
         self.seconds.clear()
 
-    def begin(self, axis: ObservedAxis, op: str, size: int) -> tuple[LoggedCall, float] | None:
-        """Return a call's key and start time. None if calls of this method are not timed."""
-        if op not in self.ops:
-            return None
-        call = LoggedCall(op, axis.name, axis.ranks, size, _caller() if self._callers else "")
-        self._synchronize()
-        return call, time.perf_counter()
+    def __call__(self, span: OpenSpan) -> AbstractContextManager[None]:
+        """Return the context that times an operation of an axis."""
+        operation: Operation = span.about
+        axis, caller = operation.axis, _caller() if self._callers else ""
+        return self._timed(LoggedCall(operation.name, axis.name, axis.ranks, operation.bytes, caller))
 
-    def end(self, begun: Any, waited: float | None, sent: float) -> None:
-        """Append to ``seconds`` the time since the call began."""
-        call, begin = begun
+    @contextmanager
+    def _timed(self, call: LoggedCall) -> Iterator[None]:
+        self._synchronize()
+        begin = time.perf_counter()
+        yield
         self._synchronize()
         seconds = time.perf_counter() - begin
         self.seconds.setdefault(call, []).append(seconds)

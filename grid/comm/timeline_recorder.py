@@ -12,31 +12,36 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ...base.records import Records
 from ..environment import read_environment
-from .observer import ObservedAxis, Observer
+from .axis import Axis, Operation
+from .spans import OpenSpan
+
+# Kind of a span -> category of its slice. Other parts of a step and other ops are not written.
+_CATEGORIES = {"step": "step", "optimizer": "optimizer"}
+_CATEGORIES |= dict.fromkeys(("forward", "backward", "F", "B", "I", "W", "C"), "compute")
 
 
-class TimelineRecorder(Observer):
-    """Observer that writes one rank's part of a timeline: JSON lists, one a line.
+class TimelineRecorder:
+    """Reader of spans that writes one rank's part of a timeline: JSON lists, one a line.
 
     | line | fields |
     |---|---|
     | ``["rank", ...]`` | rank, its name, number of restarts by torchrun, number of the grid, clock |
-    | ``["axis", ...]`` | number, name, ranks, count of the axes before it with the same name and ranks |
+    | ``["axis", ...]`` | number, name, ranks, purpose |
     | ``["begin", ...]`` | number, number of the axis, operation, bytes, label, phase, seconds |
     | ``["end", ...]`` | number, start of the wait, seconds, thread |
     | ``["span", ...]`` | name, kind, start, end, thread |
 
     A script may make several grids, which all ranks number in the order in which they make them. Axes and operations
     are numbered within the file. ``label`` is the name of the communicated tensor, and ``phase`` the name of the
-    operation's phase, e.g. ``NEGOTIATE_ALLREDUCE``. Both are set by ``labeled`` and may be empty. Clock, start, end and
-    seconds are times of ``time.perf_counter``, which on a CPU is one clock for all processes of a host. On a GPU too
-    they are times of the host: when the rank started an operation, and when the host was told of its end.
+    operation's phase, e.g. ``NEGOTIATE_ALLREDUCE``. Both are set by ``Axis.labeled`` and may be empty. Clock, start,
+    end and seconds are times of ``time.perf_counter``, which on a CPU is one clock for all processes of a host. On a
+    GPU too they are times of the host: when the rank started an operation, and when the host was told of its end.
 
     Args:
         folder: the folder in which the file is made.
@@ -62,16 +67,8 @@ class TimelineRecorder(Observer):
         # Guards the descriptor: after ``close`` another file may get its number, and a late write must not go there.
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._axes: dict[ObservedAxis, int] = {}
-        self._alike: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._axes: dict[Axis, int] = {}
         self.write("rank", rank, name, attempt, number, time.perf_counter())
-
-    def attach(self, axis: ObservedAxis) -> None:
-        """Give an axis a number, write its ``axis`` line, and record its operations from now on."""
-        key = (axis.name, axis.ranks)
-        self._alike[key] = self._alike.get(key, -1) + 1
-        self._axes[axis] = len(self._axes)
-        self.write("axis", self._axes[axis], axis.name, axis.ranks, self._alike[key])
 
     def close(self) -> None:
         """Close the file. If an operation is still running, its end is not written."""
@@ -80,30 +77,34 @@ class TimelineRecorder(Observer):
         if out is not None:
             os.close(out)
 
-    @contextmanager
-    def span(self, name: str, kind: str) -> Iterator[None]:
-        """Record the time spent in this context as a slice of this rank's row.
+    def __call__(self, span: OpenSpan) -> AbstractContextManager[None] | None:
+        """Return the context that writes a span."""
+        if isinstance(span.about, Operation):
+            return self._operation(span, span.about)
+        return self._slice(span) if span.kind in _CATEGORIES else None
 
-        Args:
-            name: the name of the slice.
-            kind: the category of the slice, e.g. ``compute``.
-        """
+    @contextmanager
+    def _slice(self, span: OpenSpan) -> Iterator[None]:
+        """Write the time spent in this context as a slice of this rank's row."""
         begin = time.perf_counter()
         try:
             yield
         finally:
-            self.write("span", name, kind, begin, time.perf_counter(), threading.get_ident())
+            category, end = _CATEGORIES[span.kind], time.perf_counter()
+            self.write("span", str(span.about), category, begin, end, threading.get_ident())
 
-    def begin(self, axis: ObservedAxis, op: str, size: int) -> tuple[int, float]:
-        """Write an operation's ``begin`` line; return the operation's number and start time in seconds."""
-        called, number = time.perf_counter(), next(self._numbers)
-        self.write("begin", number, self._axes[axis], op, size, *axis.label, time.perf_counter())
-        return number, called
-
-    def end(self, begun: tuple[int, float], waited: float | None, sent: float) -> None:
-        """Write an operation's ``end`` line."""
-        number, called = begun
-        self.write("end", number, called if waited is None else waited, time.perf_counter(), threading.get_ident())
+    @contextmanager
+    def _operation(self, span: OpenSpan, operation: Operation) -> Iterator[None]:
+        """Write an operation's ``begin`` line, and its ``end`` line at the end of this context."""
+        waits, number, axis = [time.perf_counter()], next(self._numbers), operation.axis
+        span.at_turn(lambda: waits.append(time.perf_counter()))
+        if axis not in self._axes:
+            with self._lock:
+                self._axes.setdefault(axis, len(self._axes))
+            self.write("axis", self._axes[axis], axis.name, axis.ranks, axis.purpose)
+        self.write("begin", number, self._axes[axis], operation.name, operation.bytes, *axis.label, time.perf_counter())
+        yield
+        self.write("end", number, waits[-1], time.perf_counter(), threading.get_ident())
 
     def write(self, *entry: Any) -> None:
         """Append a line in one system call, so that lines of several threads do not mix. No effect after ``close``."""

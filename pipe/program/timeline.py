@@ -1,26 +1,14 @@
-"""Times of a step's ops: marked by the executor, measured in seconds, or simulated."""
+"""Times of a step's ops, in seconds: measured, or simulated."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...base.files import parse_json
 from .ops import Op
-
-
-class OpMarks(NamedTuple):
-    """Marks of one op that ran. Until ``began`` it waited for a message.
-
-    A mark is a float on a CPU and an event on a GPU; ``Clock.at`` (grid/comm/clock.py) converts it to seconds.
-    """
-
-    op: Op
-    entered: Any
-    began: Any
-    end: Any
 
 
 class Span(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -266,9 +267,18 @@ def compilation() -> None:
     assert all(isinstance(name, str) for name in private.cpp_compilers())
 
 
+def profiled_threads() -> None:
+    with torch.profiler.profile(experimental_config=private.profiler_of_all_threads()) as profile:
+        other = threading.Thread(target=lambda: leaf(4).sum().backward())
+        other.start()
+        other.join()
+    assert "SumBackward0" in {event.name for event in profile.events() or ()}
+
+
 CHECKS = [
     *(backward_tasks, calls_after_backward, nodes, transforms, hooks, hooks_of_modules, storages, function_modes),
     *(subclasses, dispatch_modes, nests, lists_of_tensors, assertions, flash_attention, reshaped, classes, compilation),
+    profiled_threads,
 ]
 
 

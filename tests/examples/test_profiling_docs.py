@@ -27,7 +27,10 @@ def test_the_commands_of_the_profiling_pages_run(ranks: Any, doc: Path, command:
     assert not any(others)  # rank 0 speaks for all
     if name == "profiled.py":
         assert "fwd flops of model" in (tmp_path / "flops.txt").read_text()
-        assert first.count("memory at step") == 3 and '"bytes_held"' in first
+        assert sorted(file.name for file in (tmp_path / "traces").iterdir()) == [
+            f"rank-{rank}.pt.trace.json" for rank in range(size)
+        ]
+        assert first.count("memory at step") == 4 and '"bytes_held"' in first
         assert ("all_reduce over world" in first) == (size > 1)
     elif name == "standalone.py":
         assert "fwd MACs:" in first

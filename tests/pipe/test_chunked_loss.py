@@ -16,6 +16,7 @@ import triax
 from triax import Grid, LayerSpec, Loss, NextTokenLoss, PipelineModule
 from triax.engine.monitor.profiler.flop_counter import FlopCounter
 from triax.engine.monitor.profiler.memory_meter import MemoryMeter
+from triax.grid.comm.spans import OpenSpan
 from triax.pipe.chunked_loss import LastLayer, loss_in_chunks
 from triax.testing.pool import RankFailure
 
@@ -283,11 +284,11 @@ def test_flops_of_chunks_are_those_of_whole_logits() -> None:
         engine = engine_of(module, 4, 2)
         found: list[FlopCounter] = []
 
-        def counting(found: list[FlopCounter] = found) -> FlopCounter:
+        def counting(span: OpenSpan, found: list[FlopCounter] = found) -> FlopCounter:
             found.append(FlopCounter())
             return found[-1]
 
-        engine.parts.watch("stage", counting)
+        engine.spans.read(counting, "stage")
         engine.train_batch(microbatches(grid, text_batches(VOCABULARY, 4, LENGTH, 1), 2))
         counts.append(sum(counter.flops for counter in found))
     assert counts[0] == counts[1] > 0

@@ -24,6 +24,7 @@ import triax
 from triax import Costs, Grid, LayerSpec, PipelineModule, make_schedule, simulate, verify
 from triax.cli.main import app
 from triax.engine.setup.asked_schedule import schedule_of
+from triax.grid.comm.spans import OpenSpan
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.pipe.program.critical import CriticalPath
 from triax.pipe.program.deadlock import ScheduleError
@@ -441,14 +442,15 @@ def test_no_more_bytes_are_held_than_simulated() -> None:
         alive: list[weakref.ref[Tensor]] = []
 
         @contextmanager
-        def counted(op: Op, held: list[int] = held, alive: list[Any] = alive) -> Iterator[None]:
+        def counted(span: OpenSpan, held: list[int] = held, alive: list[Any] = alive) -> Iterator[None]:
             yield
+            op: Op = span.about
             kept = engine.executor.last_run.held[op.stage, op.microbatch].kept  # noqa: B023
             if kept is not None:
                 alive.extend(weakref.ref(piece.data) for piece in kept._pieces.values() if piece.data is not None)
             held.append(sum(data.numel() for ref in alive if (data := ref()) is not None))
 
-        engine.executor.wrap("F", counted)
+        engine.spans.read(counted, "F")
         losses = [engine.train_batch(iter([random_pair(i, 1, width) for i in range(count)])).item() for _ in range(2)]
         most[device] = max(held), losses, engine
     (_, losses, _), (bytes_, same, engine) = most["none"], most["cpu"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -18,7 +20,8 @@ from torch import Tensor, nn
 
 import triax
 from triax import Costs, Grid, LayerSpec, PipelineModule, make_schedule, simulate, verify
-from triax.grid.comm.observer import Observer
+from triax.grid.comm.axis import Operation
+from triax.grid.comm.spans import OpenSpan
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.options.schedule import ScheduleOptions
 from triax.pipe.program.critical import CriticalPath
@@ -325,20 +328,20 @@ def test_a_pair_is_drawn_explained_and_on_the_path() -> None:
 Cell = tuple[str, int, dict[str, Any], bool, bool]  # schedule, ZeRO stage, recompute, sequence parallelism, interleaves
 
 
-class Overlaps(Observer):
-    """Count the collectives that begin while another one is under way."""
+class Overlaps:
+    """Count the collectives of the tensor axis that begin while another one is under way."""
 
     def __init__(self) -> None:
         self.open = self.count = self.all = 0
 
-    def begin(self, axis: Any, op: str, size: int) -> bool:
-        self.count += self.open > 0
-        self.all += 1
-        self.open += 1
-        return True
-
-    def end(self, begun: Any, waited: Any, sent: float) -> None:
-        self.open -= 1
+    @contextmanager
+    def __call__(self, span: OpenSpan) -> Iterator[None]:
+        counts = isinstance(span.about, Operation) and span.about.axis.name == "tensor"
+        self.count += counts and self.open > 0
+        self.all += counts
+        self.open += counts
+        yield
+        self.open -= counts
 
 
 def gpt(**others: Any) -> GPTConfig:
@@ -378,12 +381,12 @@ def train(sizes: dict[str, Any], cells: list[Cell]) -> list[Any]:
         )
         assert here.size == 1 or engine.program.schedule.pairs
         engine.executor.interleaves &= interleaves
-        here.tensor.observe(seen := Overlaps())
+        stop = here.spans.read(seen := Overlaps())
         count = SAMPLES // here.data.size
         mine = rows[here.data.rank * count : (here.data.rank + 1) * count]
         for _ in range(2):
             loss = engine.train_batch(iter([(row[None, :-1], row[None, 1:]) for row in mine])).item()
-        here.tensor.unobserve(seen)
+        stop()
         # Of the passes with collectives, those in a pair of two such passes.
         order = engine.program.schedule.orders[here.pipe.rank]
         pairs = sum(a in engine.program.schedule.pairs and b.kind != "W" for a, b in pairwise(order))

@@ -165,7 +165,7 @@ def simulated() -> Iterator[SimulatedDevice]:
     ``new_processes=True``: autograd counts the devices at the first backward pass of a process, and the backend stays
     in a process.
     """
-    importlib.import_module("simulated_nccl")
+    importlib.import_module("support.simulated_nccl")
     DEVICE.waits, DEVICE.faults, DEVICE.is_there = [], [], True
     try:
         yield DEVICE

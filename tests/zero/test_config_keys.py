@@ -238,7 +238,7 @@ def overlapping(zero: dict[str, Any]) -> Any:
     made.train_batch(batches)
     assert made.timeline is not None
     (flights,) = made.timeline.collectives
-    origin = made.executor.last_run.origin
+    origin = made.observer.timer.origin
     during = [
         (f.name, {i for at, i in ended if f.start < at - origin < f.waited}, f.start <= f.waited <= f.end)
         for f in flights

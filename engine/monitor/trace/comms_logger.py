@@ -36,10 +36,10 @@ def install(grid: Grid, ops: Collection[str], verbose: bool = False, callers: bo
         verbose: rank 0 prints a line for each call.
         callers: log the name of the calling function too.
     """
-    if grid.observer(CommsLog) is not None:
+    if grid.spans.reader(CommsLog) is not None:
         return
     report_call = _print_call if verbose and grid.rank == 0 else None
-    grid.observe(CommsLog(ops, grid.synchronize, report_call, callers))
+    grid.spans.read(CommsLog(grid.synchronize, report_call, callers), *ops)
 
 
 def bandwidths(op: str, size: int, ranks: int, seconds: float) -> tuple[float, float]:
@@ -68,7 +68,7 @@ def summary(grid: Grid, show_straggler: bool = False) -> str:
     Raises:
         ConfigError: the grid is not logged.
     """
-    log = grid.observer(CommsLog)
+    log = grid.spans.reader(CommsLog)
     if log is None:
         raise ConfigError(
             "no communication was logged: pass monitor=triax.Monitoring(communication=triax.CommunicationLog())"

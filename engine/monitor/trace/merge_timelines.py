@@ -176,8 +176,8 @@ def _read(text: str) -> RankTimeline | None:
         elif timeline is None:
             continue
         elif kind == "axis":
-            number, name, ranks, like = entry
-            timeline.axes[number] = ((timeline.attempt, timeline.grid), name, tuple(ranks), like)
+            number, name, ranks, purpose = entry
+            timeline.axes[number] = ((timeline.attempt, timeline.grid), name, tuple(ranks), purpose)
         elif kind == "begin":
             number, axis, op, size, label, phase, start = entry
             timeline.calls[number] = TimelineCall(axis, op, size, label, phase, start)

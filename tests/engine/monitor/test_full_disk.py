@@ -49,7 +49,7 @@ def trained(folder: str, full: bool) -> tuple[list[float], list[str]]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("triax").addHandler(handler)
-    grid.observe(recorder := TimelineRecorder(place / "calls", grid.rank, grid.describe()))
+    stop = grid.spans.read(recorder := TimelineRecorder(place / "calls", grid.rank, grid.describe()))
     layers: list[Any] = [LayerSpec(nn.Linear, 3, 3), torch.tanh, LayerSpec(nn.Linear, 3, 3)]
     model = PipelineModule(layers, grid=grid, loss_fn=mean_loss, dtype=torch.float64)
     config = {
@@ -73,7 +73,7 @@ def trained(folder: str, full: bool) -> tuple[list[float], list[str]]:
         with full_disk(full and grid.rank == 0 and step in (2, 3)):
             x, y = torch.randn(2, 2, 3, generator=draws, dtype=torch.float64)
             losses.append(engine.train_batch(iter([(x, y)])).item())
-    grid.unobserve(recorder)
+    stop()
     recorder.close()
     logging.getLogger("triax").removeHandler(handler)
     return losses, lines

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 from collections import Counter
-from functools import partial
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from typer.testing import CliRunner
 
 import triax
 from triax.base.errors import ConfigError
-from triax.base.parts import Parts
 from triax.cli.main import app
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.pipe.program.ops import SENDS, Op
@@ -84,14 +82,9 @@ def seen(grid: triax.Grid, folder: str, schedule: str, zero: int) -> dict[str, A
         "program": [str(op) for op in made.program.ops[grid.pipe.rank]],
         "memory": made.memory_report(),
         "traffic": made.traffic_report(),
-        "axes": {axis.observers for axis in grid.axes()},
-        "watched": watched(plain),
+        "read": (len(grid.spans.readers), len(plain.spans.readers)),
         "observed": plain.monitor.enabled or plain.observer._active,
     }
-
-
-def watched(made: Any) -> list[str]:
-    return [name for name, makes in made.parts._watched.items() if makes]
 
 
 def on_2x2x2(folder: str) -> dict[str, Any]:
@@ -129,7 +122,7 @@ def run(request: pytest.FixtureRequest, folder: Path) -> tuple[list[dict[str, An
 def test_recording_changes_no_loss_and_leaves_nothing_behind(run: tuple[list[dict[str, Any]], Path]) -> None:
     for rank in run[0]:
         assert rank["losses"] == rank["unseen"] and len(set(rank["losses"])) == STEPS
-        assert rank["axes"] == {()} and rank["watched"] == []
+        assert rank["read"] == (0, 0)
     assert not any(rank["observed"] for rank in run[0])
 
 
@@ -338,7 +331,7 @@ def loop(grid: triax.Grid, folder: str, zero: int) -> dict[str, Any]:
             made.backward(loss)
             made.step()
             losses.append(loss.item())
-        found.append((losses, made.time_report(), watched(made), made.monitor.enabled))
+        found.append((losses, made.time_report(), len(made.spans.readers), made.monitor.enabled))
     return {"seen": found[0], "unseen": found[1]}
 
 
@@ -350,7 +343,7 @@ def test_a_plain_module_is_seen_too(ranks: Any, tmp_path: Path) -> None:
     for number, told in enumerate(ranks(2, plain, str(tmp_path), 3)):
         losses, report, _, enabled = told["seen"]
         assert losses == told["unseen"][0] and enabled == (number == 0)
-        assert told["unseen"][1:] == ({}, [], False)
+        assert told["unseen"][1:] == ({}, 0, False)
         parts = {axis: row for axis, row in report.items() if isinstance(row, dict)}
         assert report["step"] == 4 and report["bubble"] is None
         assert sum(sum(row.values()) for row in parts.values()) == pytest.approx(report["seconds"], rel=1e-9)
@@ -375,13 +368,13 @@ def traced_by_hand(folder: str) -> list[Any]:
     before = made.observer._active
     made.record_trace(f"{folder}/hand.json")
     made.train_batch(data)
-    after = watched(made)
+    after = len(made.spans.readers)
     made.train_batch(data)
     return [before, made.observer._active, after, made.time_report()["step"]]
 
 
 def test_a_trace_by_hand(ranks: Any, tmp_path: Path) -> None:
-    assert ranks(2, traced_by_hand, str(tmp_path)) == [[False, True, [], 2]] * 2
+    assert ranks(2, traced_by_hand, str(tmp_path)) == [[False, True, 0, 2]] * 2
     trace = json.loads((tmp_path / "hand.json").read_text())
     assert trace["otherData"]["step"] == 2 and len(trace["otherData"]["program"]) == 2
 
@@ -410,31 +403,6 @@ def counted(folder: str, interval: int) -> float:
 def test_what_is_recomputed_does_not_count(ranks: Any, tmp_path: Path) -> None:
     (plain,), (again,) = (ranks(1, counted, str(tmp_path), interval) for interval in (0, 1))
     assert plain == again > 0
-
-
-def test_a_part_runs_in_the_contexts_of_its_observers() -> None:
-    parts, seen_by = Parts("forward", "step"), []
-
-    @contextlib.contextmanager
-    def seen(name: str) -> Any:
-        seen_by.append(name)
-        yield
-
-    def run() -> list[str]:
-        seen_by.clear()
-        with parts("forward"):
-            seen_by.append("forward")
-        return [*seen_by]
-
-    removers = [parts.watch("forward", partial(seen, name)) for name in "ab"]
-    parts.watch("step", partial(seen, "c"))
-    assert run() == ["b", "a", "forward"]  # the last one is outermost
-    removers[0]()
-    assert run() == ["b", "forward"]
-    removers[1]()
-    assert run() == ["forward"]
-    with pytest.raises(KeyError, match="backward"):
-        parts.watch("backward", partial(seen, "d"))
 
 
 def test_the_docs_program_and_commands_work(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

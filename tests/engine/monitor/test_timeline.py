@@ -19,6 +19,7 @@ import triax.compat.horovod as hvd
 from triax import Grid, LayerSpec, PipelineModule, initialize
 from triax.engine.monitor.trace.merge_timelines import merge, merged
 from triax.grid.comm.comms_log import CommsLog
+from triax.grid.comm.spans import Spans
 from triax.grid.comm.timeline_recorder import TimelineRecorder
 from triax.grid.environment import TIMELINE
 from triax.testing.pool import RankFailure
@@ -163,7 +164,7 @@ def engines(folder: str) -> dict[str, Any]:
         "comms_logger": {"enabled": True},
     }
     engine, *_ = initialize(model=module, config=config)
-    assert grid.observer(CommsLog) is not None
+    assert grid.spans.reader(CommsLog) is not None
     batch = (torch.ones(2, 4), torch.zeros(2, 4))
     for _ in range(2):
         engine.train_batch(iter([batch] * 4))
@@ -242,13 +243,16 @@ def called(file: str) -> None:
 
 def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
     """Nor into another file, which has got the number of the one that was closed."""
-    recorder = TimelineRecorder(tmp_path, 0, "rank 0")
+    recorder, spans = TimelineRecorder(tmp_path, 0, "rank 0"), Spans()
+    spans.read(recorder)
+    late = spans("step", "late")
+    late.__enter__()
     written, number = recorder.file.read_text(), recorder._out
     recorder.close()
     with (tmp_path / "other").open("wb", buffering=0) as other:
         assert other.fileno() == number
-        recorder.end((0, 0.0), None, 0.0)
-        with recorder.span("late", "step"):
+        late.__exit__(None, None, None)
+        with spans("step", "later"):
             pass
     recorder.close()
     assert (tmp_path / "other").read_bytes() == b"" and recorder.file.read_text() == written
@@ -300,7 +304,7 @@ def test_a_horovod_timeline_has_what_lies_between_its_calls(ranks: Any, tmp_path
 
 def off() -> None:
     grid = Grid(timeout=60)
-    assert grid.observer(TimelineRecorder) is None and not grid.world.observers and not grid.data.observers
+    assert not grid.spans.readers and grid.world.spans is grid.data.spans is grid.spans
 
 
 def test_nothing_is_recorded_where_nobody_asks(ranks: Any) -> None:

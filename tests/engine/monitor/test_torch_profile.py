@@ -1,0 +1,110 @@
+"""``monitor.profiler``: the traces of torch.profiler, read from the files of a run on two ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import triax
+from triax import Grid, LayerSpec, PipelineModule
+from triax.testing.pool import RankFailure
+
+STEPS = 5
+
+
+class Named(nn.Linear):
+    """Layer with an annotation of the user's own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.profiler.record_function("own layer"):
+            return super().forward(x)
+
+
+def losses(kind: str, profiler: triax.TorchProfiler | None, json: str | None = None) -> list[float]:
+    """Train a pipeline of two stages, or a plain module on two replicas, with two microbatches a step."""
+    torch.manual_seed(0)
+    grid = Grid(pipe=2) if kind == "pipeline" else Grid(data=2)
+    model: Any = nn.Sequential(Named(4, 4), nn.Tanh(), Named(4, 4)).double()
+    if kind == "pipeline":
+        layers: list[Any] = [LayerSpec(Named, 4, 4), torch.tanh, LayerSpec(Named, 4, 4)]
+        model = PipelineModule(layers, grid=grid, loss_fn=nn.functional.mse_loss, dtype=torch.float64)
+    engine: Any = triax.Engine(
+        model,
+        grid=grid,
+        optimizer=triax.Optimizer("SGD", lr=0.1),
+        batch=triax.Batch(microbatch=2, microbatches=2),
+        zero=1,
+        monitor=triax.Monitoring(profiler=profiler, json=json),
+    )
+    x, found = torch.arange(8, dtype=torch.float64).reshape(2, 4) / 8 + grid.data.rank, []
+    for _ in range(STEPS):
+        if kind == "pipeline":
+            found.append(engine.train_batch(iter([(x, x), (x, -x)])).item())
+            continue
+        for target in (x, -x):
+            loss = nn.functional.mse_loss(engine(x), target)
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+    assert profiler is None or not (engine.spans.readers or grid.spans.readers), "spans are read after the last step"
+    return found
+
+
+def run(kind: str, folder: str) -> Any:
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    given = str(Path(folder, "profiler")) if kind == "pipeline" else None
+    seen = losses(kind, triax.TorchProfiler(start=2, steps=2, folder=given), None if given else folder)
+    both = losses(kind, None), seen
+    logging.getLogger().removeHandler(handler)
+    return *both, warnings
+
+
+OPS = [
+    {"0F0", "0F1", "0B0", "0B1", "0SEND_F0", "0RECV_B1", "pipe send", "pipe receive"},
+    {"1F0", "1F1", "1B0", "1B1", "1SEND_B0", "1RECV_F1", "pipe send", "pipe receive"},
+]
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "module"])
+def test_the_trace_has_the_spans_of_the_steps(ranks: Any, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "made" / "profiler"
+    for rank, (plain, profiled, warnings) in enumerate(ranks(2, run, kind, str(folder.parent))):
+        assert plain == profiled and warnings == []
+        trace = json.loads((folder / f"rank-{rank}.pt.trace.json").read_text())
+        assert trace["distributedInfo"]["rank"] == rank  # which holistic trace analysis reads
+        events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        names = {event["name"] for event in events}
+        spans = [e for e in events if e["cat"] == "user_annotation" and "gloo:" not in e["name"]]  # gloo's may overlap
+        expected = OPS[rank] | {"batch", "program", "stage"} if kind == "pipeline" else {"forward", "backward"}
+        assert expected | {"reduce", "optimizer", "own layer", "step 2", "step 3"} <= names
+        assert kind == "pipeline" or {"data reduce_scatter", "data all_gather"} <= names
+        assert {"aten::addmm", "ProfilerStep#1", "ProfilerStep#2"} <= names  # torch counts from 0
+        assert not {"step 1", "step 4", "ProfilerStep#0", "ProfilerStep#3"} & names
+        assert len([event for event in spans if event["name"] == "own layer"]) == 2 * 2 * (1 + (kind == "module"))
+        # The spans of a thread lie within each other, as viewers need it.
+        for thread in {event["tid"] for event in spans}:
+            ends: list[float] = []
+            for event in sorted((e for e in spans if e["tid"] == thread), key=lambda e: (e["ts"], -e["dur"])):
+                while ends and ends[-1] <= event["ts"]:
+                    ends.pop()
+                assert not ends or event["ts"] + event["dur"] <= ends[-1] + 0.01, event["name"]
+                ends.append(event["ts"] + event["dur"])
+
+
+def refused(folder: str) -> None:
+    losses("module", triax.TorchProfiler(folder=folder))
+
+
+def test_a_folder_that_cannot_be_made_is_refused(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RankFailure, match=r"monitor\.profiler\.folder '.*file/in' cannot be made"):
+        ranks(2, refused, str(tmp_path / "file" / "in"))
