@@ -41,7 +41,7 @@ class NumberedSamples(Dataset[int]):
         if len(self) < 2:
             raise ConfigError(f"held_out is {held_out}, but there is {len(self)} {self.noun}: give at least 2.")
         count = min(max(1, round(held_out * len(self))), len(self) - 1)
-        order = np.random.default_rng(derive(0, "held out")).permutation(len(self))
+        order = np.random.default_rng(derive(0, "held out")).permutation(len(self)).tolist()
         return self._part(order[count:]), self._part(order[:count])
 
     def _part(self, indices: Sequence[int]) -> Self:

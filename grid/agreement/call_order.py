@@ -157,8 +157,9 @@ class CallOrder:
                     break
                 if now - begun > self._grid.timeout:
                     raise RuntimeError(
-                        f"{self._grid.describe()} {new.call}, and another replica does not within the time limit of "
-                        f"{self._grid.timeout:g} s: if it is only slow, give triax.Grid(timeout=...) more seconds"
+                        f"{self._grid.describe()} {new.call} and has waited for the time limit of "
+                        f"{self._grid.timeout:g} s for {self._missing(new.number)}: if it is only slow, give "
+                        "triax.Grid(timeout=...) more seconds"
                     )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
@@ -186,18 +187,19 @@ class CallOrder:
 
     def _say_who_is_missing(self, number: int, call: str, seconds: float) -> None:
         """Print for which ranks this one waits, and what they do: perhaps another collective, as ``dist.barrier()``."""
-        missing = []
-        for rank, answer in self._answers():
-            calls, where = json.loads(answer)
-            if not calls or calls[-1][0] < number:
-                missing.append(f"{self._grid.describe(rank)}, which is {where}")
-        if missing:
-            print(
-                f"{self._grid.describe()} {call} and has waited {seconds:.0f} s for {'; '.join(missing[:4])}: "
-                f"{self._advice}",
-                file=sys.stderr,
-                flush=True,
-            )
+        if missing := self._missing(number):
+            text = f"{self._grid.describe()} {call} and has waited {seconds:.0f} s for {missing}: {self._advice}"
+            print(text, file=sys.stderr, flush=True)
+
+    def _missing(self, number: int) -> str:
+        """Return the names of at most four ranks that have not begun a call, and what they do; "" if there are none."""
+        answers, missing = dict(self._answers()), list[str]()
+        for rank in self._axis.ranks:
+            calls, where = json.loads(answers[rank]) if rank in answers else ([], "")
+            if rank != self._grid.rank and (not calls or calls[-1][0] < number):
+                does = f"which is {where}" if where else "which does not answer"
+                missing.append(f"{self._grid.describe(rank)}, {does}")
+        return "; ".join(missing[:4])
 
     def _answers(self) -> Iterator[tuple[int, bytes]]:
         for place, rank in enumerate(self._axis.ranks):

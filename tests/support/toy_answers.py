@@ -64,10 +64,10 @@ def steps(folder: str, rows: int, count: int, rate: float) -> dict[str, Any]:
     }
 
 
-def in_order(trainer: type, samples: int) -> Any:
+def in_order(trainer: Any, samples: int) -> Any:
     """Return a class of TRL's trainer that reads its samples in their order."""
 
-    class InOrder(trainer):  # type: ignore[misc, valid-type]
+    class InOrder(trainer):
         def _get_train_sampler(self, dataset: Any = None) -> Any:
             return torch.utils.data.SequentialSampler(range(samples))
 

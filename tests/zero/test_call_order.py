@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.grid.agreement import call_order
+from triax.testing.pool import RankFailure
 from triax.zero import ShardedOptimizer, gathered
 
 WIDTH = 6
@@ -211,3 +214,18 @@ def test_a_rank_that_waits_long_says_for_whom(ranks: Any, tmp_path: Path) -> Non
     first, _ = ranks(2, late, tmp_path / "said")
     assert "rank 0 (pipe 0, data 0, tensor 0) gathers " in first and " s for rank 1 (pipe 0, data 1, tensor 0)" in first
     assert "which is between two calls of the engine, in test_call_order.py:" in first
+
+
+def stopped() -> None:
+    """Run the module on the first rank, while the system has stopped the other one, whose threads answer nothing."""
+    grid, made = Grid(timeout=3), branches([8, 8])
+    engine = triax.initialize(model=made, config=config(), grid=grid)[0]
+    if grid.rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    engine.module(batch(0, grid.data.rank), [0, 1])
+
+
+def test_a_rank_that_answers_nothing_is_named_at_the_time_limit(ranks: Any) -> None:
+    """The fuzz of faults found it: the other replica was dead, and the message named nobody."""
+    with pytest.raises(RankFailure, match=r"waited for the time limit of 3 s for rank 1 \(pipe 0, data 1.*not answer"):
+        ranks(2, stopped)
