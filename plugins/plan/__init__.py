@@ -2,7 +2,13 @@
 
 layer_shapes.py      layers_of: parameters, products and attention sizes of each layer of a model
 activations.py       bytes of a block's activations, by formula
+local_sizes.py       elements per token of a block's tensors on one rank
+layer_memory.py      LayerMemory: bytes of one layer on a rank, term by term
+stage_layers.py      StageLayers: the layers of each stage and pipe rank, by kind
+state_memory.py      StateMemory: bytes of model states in ZeRO's buckets
 memory.py            ModelMemory: bytes of each pipe rank by kind, on any layout
+cached.py            cache of a method's results in its object
+additive.py          records of numbers that are added field by field
 parallel_layout.py   ParallelLayout: degrees, microbatch, schedule, ZeRO stage, recomputation
 machine.py           Machine: speed of products, memory and links, with sources; MACHINES
 measured.py          MeasuredTimes: times of kernels, collectives and Python by size, of ``triax plan measure``

@@ -30,8 +30,9 @@ from ...pipe.schedules.registry import RECIPES
 from .cost import CostModel, Work
 from .layer_shapes import layers_of
 from .machine import MACHINES
-from .memory import ModelMemory, StateOptions
+from .memory import ModelMemory
 from .parallel_layout import ParallelLayout
+from .state_memory import StateOptions
 
 FILL = 4  # microbatches for each pipe rank, with which a bubble is small (GPipe: Huang et al. 2019, section 2.3)
 

@@ -159,7 +159,7 @@ def test_memory_of_recomputation_is_that_of_a_replay(change: dict[str, Any]) -> 
     inputs = 2 * 8192 * LLAMA.hidden_size / 2
     for rank, each in enumerate(found):
         replayed = held(made, rank, stages, inputs)
-        logits = memory._logits(1024, layout) if made.placement[-1] == rank else 0.0
+        logits = memory.layer_memory.loss(1024, layout.tensor) if made.placement[-1] == rank else 0.0
         most = max(sum(op.kind == "F" for op in order) for order in made.orders)
         # The peaks of activations and of inputs may come at different times.
         assert replayed + logits - 1 <= each.activations <= replayed + logits + most * inputs
