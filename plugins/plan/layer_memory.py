@@ -281,9 +281,7 @@ class LayerMemory:
             chunk, row = split.loss_chunk, size * self._shard_of_vocabulary(split.tensor)
             yield HeldTensors("gradient of the logits", row * (chunk or split.tokens))
             if chunk:
-                yield HeldTensors(
-                    "gradient of the weight, a sum over chunks", self._statistic * sum(_shards(layer, split))
-                )
+                yield HeldTensors("sum of the weight's gradients", self._statistic * sum(_shards(layer, split)))
         elif layer.kind == "block":
             yield from self._block_working(layer, split)
         if self.options.wide != size:

@@ -27,9 +27,10 @@ from typing import Any, NamedTuple
 
 from ...pipe.program.slices import require_slices
 from ...pipe.schedules.registry import RECIPES
-from .cost import CostModel, StepTime, Work, utilization
+from .cost import CostModel, StepTime, utilization
 from .memory import FRAGMENTS, RankMemory
 from .parallel_layout import CHANGES, KNOWN_RECOMPUTATION, RECOMPUTATION, UNCHANGED, ParallelLayout
+from .work import Work
 
 SCHEDULES = tuple(name for name, recipe in RECIPES.items() if recipe.searched and recipe.closed is not None)
 MOST_CHUNKS = 8  # beyond those that divide the blocks evenly
@@ -404,7 +405,7 @@ class Searcher:
         for shared, shards in ((True, replicas), (False, replicas // layout.expert)):
             key = ("parameters", layout.tensor, layout.expert, shared)
             if key not in self._kept:
-                own = [model.parameters(kind, layout.tensor, layout.expert) for kind in range(len(model.types))]
+                own = [model.zero.parameters(kind, layout.tensor, layout.expert) for kind in range(len(model.types))]
                 ties = [0.0 if shape.kind == "head" and shape.tie else 1.0 for shape in model.types]
                 self._kept[key] = sum(ties[kind] * own[kind][0 if shared else 1] for kind in model.kinds)
             count = self._kept[key] / layout.pipe
