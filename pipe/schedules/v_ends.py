@@ -72,12 +72,13 @@ def best_squeezed(steady: SteadyState, pipe: int, microbatches: int) -> Orders:
     Each variant is tried on a few microbatches. The shortest makespan at F = I = W wins; among equals, the shortest at
     uneven costs with messages; then the first.
     """
-    few, samples = min(microbatches, 2 * pipe), []
+    few = min(microbatches, 2 * pipe)
+    samples: list[tuple[float, float, int]] = []
     for number, variant in enumerate(VARIANTS):
         sample = squeezed(steady, few, variant)
         if sample is not None:
-            makespans = (timeline_of(sample, costs).makespan for costs in (Costs(), Costs(1, 1, 0.75, 0.05)))
-            samples.append((*(round(makespan, 6) for makespan in makespans), number))
+            even, uneven = timeline_of(sample), timeline_of(sample, Costs(1, 1, 0.75, 0.05))
+            samples.append((round(even.makespan, 6), round(uneven.makespan, 6), number))
     *_, best = min(samples)
     schedule = squeezed(steady, microbatches, VARIANTS[best])
     assert schedule is not None
