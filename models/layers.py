@@ -230,9 +230,7 @@ class ResidualBlock(nn.Module):
         super().__init__()
         config.check_tensor(grid.tensor.size)
         if parallel and norm_place == "sum":
-            raise ValueError(
-                "norm_place='sum' norms the sum behind each branch, but parallel has one sum. Leave it out."
-            )
+            raise ValueError("norm_place is 'sum', but parallel branches have one sum. Give another place.")
         two = make_attention is not None and make_mlp is not None
         self.context, self.parallel, self.multiplier = grid.context, parallel and two, multiplier
         common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}

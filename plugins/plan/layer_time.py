@@ -40,6 +40,9 @@ SCORE_BYTES = 9.0, 11.0  # of softmax and dropout, forward and backward; the pro
 LOGIT_BYTES = 22.0, 28.0  # fp32 cross entropy: cast, maximum, exponentials, sum; softmax minus one-hot, scaled, cast
 
 
+LAYER_KINDS = ("products", "attention", "elementwise", "tensor", "context", "expert", "overhead")
+
+
 class Both(NamedTuple):
     """Seconds, or bytes, of a forward and a backward pass."""
 
@@ -103,27 +106,14 @@ class LayerTime(NamedTuple):
     mlp: float
 
     @property
-    def kinds(self) -> dict[str, tuple[float, ...]]:
-        """Seconds by kind, each forward, backward and, of products, of weight gradients."""
-        return {
-            "products": self.products,
-            "attention": self.attention,
-            "elementwise": self.elementwise,
-            "tensor": self.tensor[:2],
-            "context": self.context,
-            "expert": self.expert,
-            "overhead": self.overhead,
-        }
-
-    @property
     def forward(self) -> float:
         """Seconds of the forward pass."""
-        return sum(seconds[0] for seconds in self.kinds.values())
+        return sum(getattr(self, kind)[0] for kind in LAYER_KINDS)
 
     @property
     def backward(self) -> float:
         """Seconds of the backward pass without the weight gradients of products."""
-        return sum(seconds[1] for seconds in self.kinds.values())
+        return sum(getattr(self, kind)[1] for kind in LAYER_KINDS)
 
 
 class TimeSplit(NamedTuple):
@@ -398,34 +388,30 @@ class LayerTimer:
             return TensorTime()
         if device.on_cores or not device.machine.overlap_tensor:
             column = 0.0  # the transport takes the core that computes the weight gradients, or the software waits
-        hidden = device.bytes * self.tokens * self.shape.hidden
-        whole = all_reduce(hidden, self.group, device.machine)
-        shard = reduce_scatter(hidden, self.group, device.machine)
+        sequence_parallel, hidden = self.split.sequence_parallel, device.bytes * self.tokens * self.shape.hidden
+        once = (reduce_scatter if sequence_parallel else all_reduce)(hidden, self.group, device.machine)
         if self.shape.kind == "embedding":
-            return TensorTime(shard, shard) if self.split.sequence_parallel else TensorTime(whole)
+            return TensorTime(once, once if sequence_parallel else 0.0)
         if self.shape.kind == "head":
-            return self._tensor_of_head(column, whole, shard)
-        return self._tensor_of_block(column, whole, shard) if self.shape.kind == "block" else TensorTime()
+            gather, loss = (
+                once if sequence_parallel else 0.0,
+                3 * all_reduce(4.0 * self.tokens, self.group, device.machine),
+            )
+            return TensorTime(gather + loss, max(0.0, once - column), min(once, column), gather)
+        return self._tensor_of_block(column, self._branches * once) if self.shape.kind == "block" else TensorTime()
 
-    def _tensor_of_head(self, column: float, whole: float, shard: float) -> TensorTime:
-        loss = 3 * all_reduce(4.0 * self.tokens, self.group, self.device.machine)
-        gather, gradients = (shard, shard) if self.split.sequence_parallel else (0.0, whole)
-        return TensorTime(gather + loss, max(0.0, gradients - column), min(gradients, column), gather)
+    def _tensor_of_block(self, column: float, once: float) -> TensorTime:
+        """Return the seconds of a block, of whose branches one collective each takes ``once`` together.
 
-    def _tensor_of_block(self, column: float, whole: float, shard: float) -> TensorTime:
-        """Return the seconds of a block: of ``whole`` all-reduces, or of pairs of ``shard`` under sequence parallelism.
-
-        Backward, each branch gathers its gradient, sums that of its input, and gathers its input for the weights.
+        That is an all-reduce. Under sequence parallelism it is an all-gather or a reduce-scatter: each branch has one of
+        both forward; backward it gathers its gradient, sums that of its input, and gathers its input for the weights.
         """
-        device, branches = self.device, self._branches
-        call = branches * device.call("tensor")
+        device, call = self.device, self._branches * self.device.call("tensor")
+        shown = max(0.0, once - column)
         if not self.split.sequence_parallel:
-            gradients = branches * whole
-            return TensorTime(gradients + call, max(0.0, gradients - column) + call, min(gradients, column))
-        once = branches * shard
+            return TensorTime(once + call, shown + call, min(once, column))
         again = 0.0 if device.machine.overlap_tensor or device.on_cores else once  # the input, gathered in plain sight
-        backward = once + max(0.0, once - column) + again
-        return TensorTime(2 * branches * shard + 2 * call, backward + 3 * call, min(once, column), once - again)
+        return TensorTime(2 * once + 2 * call, once + shown + again + 3 * call, min(once, column), once - again)
 
     def _expert(self, mlp: Feedforward) -> Both:
         """Return the seconds of the all-to-alls of a mixture of experts."""

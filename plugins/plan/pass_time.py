@@ -14,10 +14,8 @@ from dataclasses import dataclass
 
 from ...pipe.schedules.registry import RECIPES
 from .additive import Additive
-from .layer_time import LayerTime
+from .layer_time import LAYER_KINDS, LayerTime
 from .parallel_layout import ParallelLayout
-
-LAYER_KINDS = ("products", "attention", "elementwise", "tensor", "context", "expert", "overhead")
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,8 @@ class PassTime(Additive):
         """
         tensor = layer.tensor
         inputs, weights = (tensor.split_inputs, tensor.split_weights) if split else (0.0, 0.0)
-        kinds = {kind: sum(seconds) for kind, seconds in layer.kinds.items()}
-        kinds["tensor"] += inputs + weights
+        kinds = {kind: sum(getattr(layer, kind)) for kind in LAYER_KINDS}
+        kinds["tensor"] = tensor.forward + tensor.backward + (inputs + weights)
         return cls(layer.forward, layer.backward + inputs, layer.products.weights + weights, recompute, **kinds)
 
     @property
