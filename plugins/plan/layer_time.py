@@ -393,18 +393,16 @@ class LayerTimer:
         if self.shape.kind == "embedding":
             return TensorTime(once, once if sequence_parallel else 0.0)
         if self.shape.kind == "head":
-            gather, loss = (
-                once if sequence_parallel else 0.0,
-                3 * all_reduce(4.0 * self.tokens, self.group, device.machine),
-            )
+            gather = once if sequence_parallel else 0.0
+            loss = 3 * all_reduce(4.0 * self.tokens, self.group, device.machine)
             return TensorTime(gather + loss, max(0.0, once - column), min(once, column), gather)
         return self._tensor_of_block(column, self._branches * once) if self.shape.kind == "block" else TensorTime()
 
     def _tensor_of_block(self, column: float, once: float) -> TensorTime:
         """Return the seconds of a block, of whose branches one collective each takes ``once`` together.
 
-        That is an all-reduce. Under sequence parallelism it is an all-gather or a reduce-scatter: each branch has one of
-        both forward; backward it gathers its gradient, sums that of its input, and gathers its input for the weights.
+        That is an all-reduce. Under sequence parallelism it is an all-gather or a reduce-scatter: each branch has one
+        of both forward; backward it gathers its gradient, sums its input's, and gathers its input for the weights.
         """
         device, call = self.device, self._branches * self.device.call("tensor")
         shown = max(0.0, once - column)

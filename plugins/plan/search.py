@@ -186,9 +186,8 @@ class Searcher:
             found = [("1f1b", 1)] if "1f1b" in schedules or set(schedules) - {"1f1b"} else []
             found = found if 1 in self._free("chunks", [1]) else []
         else:
-            fair = [
-                v for v in range(1, len(self.blocks) // p + 1) if v <= MOST_CHUNKS or len(self.blocks) % (p * v) == 0
-            ]
+            blocks = len(self.blocks)
+            fair = [v for v in range(1, blocks // p + 1) if v <= MOST_CHUNKS or blocks % (p * v) == 0]
             for name in schedules:
                 recipe = RECIPES[name]
                 # Of unequal ranks each has one stage.
@@ -348,13 +347,8 @@ class Searcher:
         layout = ParallelLayout(1, expert, context, tensor, expert, microbatch, sequence_parallel=sharded)
         layers = [(count, self.model.layer(kind, layout)) for kind, count in Counter(self.model.kinds).items()]
         return (
-            sum(
-                count * (time.forward - hidden * (time.tensor.forward + time.expert.forward)) for count, time in layers
-            ),
-            sum(
-                count * (time.backward - hidden * (time.tensor.backward + time.expert.backward))
-                for count, time in layers
-            ),
+            sum(count * (time.forward - hidden * (time.tensor[0] + time.expert[0])) for count, time in layers),
+            sum(count * (time.backward - hidden * (time.tensor[1] + time.expert[1])) for count, time in layers),
             sum(count * time.products.weights for count, time in layers),
         )
 
