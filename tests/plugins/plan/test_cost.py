@@ -115,7 +115,7 @@ def test_a_long_schedule_is_extrapolated_to_its_simulated_makespan(schedule: str
 @pytest.mark.parametrize("pipe", [4, 8])
 @pytest.mark.parametrize(
     ("config", "least", "most"),
-    [(GPT, 0.998, 1.045), (LlamaConfig.preset("llama3-8b"), 0.96, 1.105)],
+    [(GPT, 0.998, 1.045), (LlamaConfig.preset("llama3-8b"), 0.95, 1.105)],
     ids=["gpt", "8b"],
 )
 def test_unequal_stages_are_close_to_the_simulator(
@@ -205,7 +205,7 @@ def test_deferred_weight_gradients_hide_no_collective(sequence_parallel: bool, m
     size = 2.0 * 2048 * 4096
     once, both = reduce_scatter(size, RankGroup(8), H100), all_reduce(size, RankGroup(8), H100)
     assert split == pytest.approx(32 * 16 * (10 * once if sequence_parallel else 4 * both))
-    assert joint == pytest.approx(32 * 16 * sum(model.layer(number, layout).tensor)) and joint < split
+    assert joint == pytest.approx(32 * 16 * sum(model.layer(number, layout).tensor[:2])) and joint < split
 
 
 def test_zero_reduces_and_gathers_the_bytes_of_its_formula() -> None:
