@@ -40,10 +40,11 @@ from triax.models.layers import NextTokenLoss
 from triax.models.llama import llama_layers
 from triax.models.mixtral import mixtral_layers
 from triax.pipe.schedules.registry import RECIPES
-from triax.plugins.plan.cost import CostModel, Work
+from triax.plugins.plan.cost import CostModel
 from triax.plugins.plan.machine import machine
 from triax.plugins.plan.parallel_layout import ParallelLayout
 from triax.plugins.plan.picture import name_of
+from triax.plugins.plan.work import Work
 
 BATCH, WARM_UP = 8, 2
 SMALL: dict[str, Any] = {"vocab_size": 512, "num_hidden_layers": 8}

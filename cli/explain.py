@@ -18,8 +18,9 @@ from ..base.tables import as_text, table
 from ..pipe.program.costs import Costs
 from ..pipe.program.simulate import simulate
 from ..plugins.plan.layer_shapes import LayerShape
-from ..plugins.plan.memory import ModelMemory, RankMemory, StateOptions
+from ..plugins.plan.memory import ModelMemory, RankMemory
 from ..plugins.plan.parallel_layout import ParallelLayout
+from ..plugins.plan.state_memory import StateOptions
 from ..train.job import Job
 
 

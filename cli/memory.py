@@ -110,8 +110,9 @@ def memory(
 
 def _run(model: str, flags: MemoryFlags) -> _Counted:
     """Return what is to be counted, from a training file or from a model and the options."""
-    from ..plugins.plan.memory import ModelMemory, StateOptions
+    from ..plugins.plan.memory import ModelMemory
     from ..plugins.plan.parallel_layout import ParallelLayout
+    from ..plugins.plan.state_memory import StateOptions
     from ..train.file import read_training_file
     from ..train.job import resolve
     from .explain import layout_of_job, memory_of_job

@@ -33,7 +33,7 @@ from .verbs import VerbGroup
 # All else is imported where it is used: `triax --help` needs none of it.
 if TYPE_CHECKING:
     from ..models.config import TransformerConfig
-    from ..plugins.plan.cost import Work
+    from ..plugins.plan.work import Work
     from ..train.file import ReadFile
     from ..train.sections import TrainingFile
 
@@ -204,8 +204,8 @@ plan.command(cls=Command)(fit)
 
 def _run(flags: RunFlags) -> _PlannedRun:
     """Return the run that flags describe."""
-    from ..plugins.plan.cost import Work
     from ..plugins.plan.machine import machine
+    from ..plugins.plan.work import Work
 
     config, file, source = model_of(flags.model)
     sequence, batch = flags.sequence, flags.batch

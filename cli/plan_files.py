@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from .plan_inputs import TRAINING_FILES
 
 if TYPE_CHECKING:
-    from ..plugins.plan.cost import Work
     from ..plugins.plan.parallel_layout import ParallelLayout
+    from ..plugins.plan.work import Work
     from ..train.file import ReadFile
 
 _WRITTEN = "# written by triax plan"  # first line of its training files, which it may write again

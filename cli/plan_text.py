@@ -16,9 +16,9 @@ from .output import bar
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..plugins.plan.cost import Work
     from ..plugins.plan.parallel_layout import ParallelLayout
     from ..plugins.plan.search import Search, Searcher
+    from ..plugins.plan.work import Work
 
 
 def trust_of(work: Work, seconds: float | None) -> dict[str, Any]:

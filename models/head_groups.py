@@ -19,6 +19,7 @@ from ..grid import Axis, Grid
 from ..grid.layout import Layout
 from ..grid.randomness.random import Distribution, sharded_parameter
 from ..grid.ranges import split
+from ..tensor_parallel.adaptable import Adaptable
 from ..tensor_parallel.column import column_linears
 from ..tensor_parallel.linear import ColumnParallelLinear, updated
 
@@ -95,7 +96,7 @@ class HeadGroups:
         return tuple(x.index_select(dim, index) for x in vectors)
 
 
-class WholeKV(nn.Module):
+class WholeKV(Adaptable, nn.Module):
     """Projection to two vectors of each group, replicated on every rank because the tensor axis does not divide them.
 
     Args:
@@ -112,8 +113,6 @@ class WholeKV(nn.Module):
         weight: (2 G dim, D): the rows of all first vectors (keys), then of all second ones (values).
         bias: (2 G dim,), or None.
     """
-
-    adaptable = True  # ``project_together`` adds the updates of adapters
 
     def __init__(
         self,

@@ -200,7 +200,8 @@ class ResidualBlock(nn.Module):
         make_mlp: the MLP's maker, called as ``make_mlp(config, grid=..., sequence_parallel=...)``; None: the block has
             none.
         norm_place: the norms are ``before`` the branches, ``after`` them, ``both``, or behind the ``sum`` with x.
-        parallel: attention and MLP both take the block's input, and both are added to it.
+        parallel: attention and MLP both take the block's input, and both are added to it. Without effect on a block
+            that has one of the two.
         shared_norm: one norm for attention and MLP, with ``parallel``.
         multiplier: factor of the output of attention and of MLP, before it is added.
 
@@ -228,7 +229,10 @@ class ResidualBlock(nn.Module):
     ) -> None:
         super().__init__()
         config.check_tensor(grid.tensor.size)
-        self.context, self.parallel, self.multiplier = grid.context, parallel, multiplier
+        if parallel and norm_place == "sum":
+            raise ValueError("norm_place is 'sum', but parallel branches have one sum. Give another place.")
+        two = make_attention is not None and make_mlp is not None
+        self.context, self.parallel, self.multiplier = grid.context, parallel and two, multiplier
         common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
         inits: dict[str, Any] = {"init": Normal(config.initializer_range), "out_init": Normal(config.residual_std)}
         norm = partial(make_norm, config.hidden_size, config.norm_epsilon, **common)
@@ -237,7 +241,7 @@ class ResidualBlock(nn.Module):
         self.norm1 = norm() if before and make_attention is not None else None
         self.attention = None if make_attention is None else make_attention(**common, **inits)
         self.dropout1 = dropout(config.dropout, grid, sequence_parallel)
-        self.norm2 = norm() if before and not shared_norm and make_mlp is not None else None
+        self.norm2 = norm() if before and make_mlp is not None and not (shared_norm and two) else None
         self.mlp = None if make_mlp is None else make_mlp(config, **common)
         self.dropout2 = dropout(config.dropout, grid, sequence_parallel)
         self.post_norm1 = norm() if after else None

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from ..grid import Grid
 from ..grid.layout import Layout
 from ..grid.randomness.random import Distribution, sharded_parameter
+from ..tensor_parallel.adaptable import Adaptable
 from ..tensor_parallel.linear import updated
 
 
-class ReplicatedLinear(nn.Module):
+class ReplicatedLinear(Adaptable, nn.Module):
     """Linear layer without a bias, replicated over the tensor axis: (..., K) -> (..., N).
 
     Args:
@@ -23,8 +24,6 @@ class ReplicatedLinear(nn.Module):
     Attributes:
         weight: (N, K).
     """
-
-    adaptable = True  # the forward pass adds the updates of adapters
 
     def __init__(
         self, in_features: int, out_features: int, *, grid: Grid, init: Distribution, sequence_parallel: bool = False

@@ -9,7 +9,12 @@ cross_entropy.py: cross entropy of logits whose vocabulary is sharded.
 divergence.py: divergence of a student's distribution from a teacher's, both sharded so, for distillation.
 norm.py: ``LayerNorm`` and ``RMSNorm`` under sequence parallelism.
 outside.py: weights of sharded layers as other code sees them; it cannot take a shard for the whole weight.
-lora.py: low-rank adapters of frozen linear layers, sharded like the layers.
+shard_operations.py: operations that need a whole weight, or whose result is a shard too.
+callers.py: code that asks for an operation, by the frames of the stack.
+adaptable.py: linear layers as their adapters see them.
+lora.py: sets of low-rank adapters of a model's linear layers: add, activate, merge.
+lora_adapter.py: the update of one layer, of LoRA and of DoRA.
+lora_layouts.py: layouts of an adapter's factors, which follow the layer's weight.
 quantized.py: frozen weights in 4 or 8 bits.
 nf4.py: the numbers of 4 and 8 bits: NF4, int8, double quantization.
 parallelize.py: ``parallelize``, which shards an existing ``nn.Module`` in place.

@@ -22,11 +22,12 @@ from ..grid.comm.regions import border, gather_split, reduce_scatter_gather, spl
 from ..grid.layout import Layout, layout_of
 from ..grid.randomness.random import Distribution, Uniform, sharded_parameter
 from ..grid.ranges import check_units
+from .adaptable import Adaptable
 from .column import column_linear
 from .outside import ReadOutside
 
 
-class _ParallelLinear(ReadOutside):
+class _ParallelLinear(Adaptable, ReadOutside):
     """Parameters that column- and row-parallel layers share, with the initial distributions of ``nn.Linear``.
 
     Args:
@@ -35,8 +36,6 @@ class _ParallelLinear(ReadOutside):
         bias_layout: layout of the bias, or None for a layer without a bias.
         sequence_parallel, init, bias_init, device, dtype: as for the layers.
     """
-
-    adaptable = True  # the forward pass adds the updates of adapters: lora.py
 
     def __init__(
         self,

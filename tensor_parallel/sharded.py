@@ -17,13 +17,14 @@ from torch.func import functional_call
 
 from ..grid.comm.axis import Axis
 from ..grid.comm.regions import all_reduce_copy, copy_all_reduce, gather_split
+from .adaptable import Adaptable
 from .column import column_linear, column_linears
 from .linear import updated
 from .norm import sharded_rms_norm
 from .outside import ReadOutside
 
 
-class _Linear(ReadOutside):
+class _Linear(Adaptable, ReadOutside):
     """Base class of linear layers that are made from existing parameters.
 
     Args:
@@ -34,7 +35,6 @@ class _Linear(ReadOutside):
 
     bias: nn.Parameter | None
     together: Together | None = None  # with what is given the same input
-    adaptable = True  # the forward pass adds the updates of adapters: lora.py
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, axis: Axis, transposed: bool) -> None:
         super().__init__()

@@ -21,7 +21,8 @@ from ...grid import Grid
 from ...models.huggingface.adapters import peft_options, write_adapters
 from ...models.huggingface.merge_adapters import is_factor, layer_of
 from ...models.huggingface.save import linear_names, transposed_layers, written_config
-from ...tensor_parallel.lora import DEFAULT, LoraOptions, add_adapters
+from ...tensor_parallel.lora import LoraOptions, add_adapters
+from ...tensor_parallel.lora_adapter import DEFAULT
 from ..deepspeed.config.read import Section
 
 _PEFT_PREFIX = "base_model.model."

@@ -12,7 +12,8 @@ from ...checkpoint.convert.formats import module_names
 from ...context.dropout import dropout
 from ...grid import Grid
 from ...options.lora import Lora
-from ...tensor_parallel.lora import DEFAULT, LoraOptions, activate, add_adapters, merge_adapters
+from ...tensor_parallel.lora import LoraOptions, activate, add_adapters, merge_adapters
+from ...tensor_parallel.lora_adapter import DEFAULT
 from .arguments import Groups
 
 

@@ -19,7 +19,7 @@ summed (reduce-scatter). If it is replicated, every rank holds the whole gradien
 
 On the data axis each replica's loss is a term of the sum that is trained, and the backward pass must be the transpose
 with respect to this sum, as in ``gather_reduce_scatter`` and ``reduce_scatter_gather``. The other four are for ranks
-that compute one loss together, and the data axis is refused.
+that compute one loss together. They refuse the data axis, and all others whose ranks train on different samples.
 
 Slices follow ``grid.ranges.split``, so a dim need not be a multiple of the axis's size. If the axis has size 1, each
 function returns its input itself. All functions can be differentiated any number of times. Inputs may be
@@ -40,6 +40,7 @@ from ..ranges import split
 from .axis import Axis
 
 _TRANSPOSES = (("gather", "reduce_scatter"), ("reduce_scatter", "gather"))
+_OF_REPLICAS = ("data", "data_context", "expert", "expert_data", "world")  # axes with ranks of several replicas
 
 
 def copy_all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -147,14 +148,17 @@ def border(
         ours: True if x may be overwritten.
 
     Raises:
-        ValueError: the axis is the data axis and the backward operation is not the transpose of the forward one.
+        ValueError: the axis has ranks of several replicas, and the backward operation is not the transpose of the
+            forward one.
     """
-    if axis.name == "data" and (forward, backward) not in _TRANSPOSES:
+    if axis.name in _OF_REPLICAS and (forward, backward) not in _TRANSPOSES:
+        name = "data" if axis.name == "world" else axis.name
         raise ValueError(
-            f"{forward}_{backward} was given the data axis, on which its gradient is wrong: each replica's loss is a "
-            "term of the sum that is trained, so gradients of the other replicas are missing or count twice. For "
-            "the rows of all replicas in one loss, give gather_reduce_scatter(x, grid.data, dim=0); for the sum over "
-            "the replicas, gather_reduce_scatter(x[None], grid.data, dim=0).sum(0)"
+            f"{forward}_{backward} was given the {axis.name} axis, on which its gradient is wrong: each replica's loss "
+            "is a term of the sum that is trained, so gradients of the other replicas are missing or count twice. For "
+            f"the rows of all replicas in one loss, give gather_reduce_scatter(x, grid.{name}, dim=0); for the sum "
+            f"over the replicas, gather_reduce_scatter(x[None], grid.{name}, dim=0).sum(0); for the shards of one "
+            "layer, an axis of ranks that compute one loss, such as grid.tensor"
         )
     return x if axis.size == 1 else _apply(forward, backward, x, axis, dim, length, unit, ours)
 

@@ -29,7 +29,8 @@ from ...context.dropout import dropout
 from ...grid import Grid, layout_of
 from ...grid.agreement.agreement import agreed, begin_call
 from ...options.lora import Lora
-from ...tensor_parallel.lora import DEFAULT, LoraOptions, add_adapters
+from ...tensor_parallel.lora import LoraOptions, add_adapters
+from ...tensor_parallel.lora_adapter import DEFAULT
 from .merge_adapters import is_factor, layer_of, set_of_factor
 from .names import Names
 from .reader import open_weights

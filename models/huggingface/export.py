@@ -12,7 +12,8 @@ from torch import Tensor
 from ...base.files import read_object
 from ...grid import Layout
 from ...tensor_parallel import nf4
-from ...tensor_parallel.lora import DEFAULT, LoraOptions
+from ...tensor_parallel.lora import LoraOptions
+from ...tensor_parallel.lora_adapter import DEFAULT
 from ..config import CONFIGS, config_from_fields
 from .adapters import write_adapters
 from .config import as_reward, is_reward, to_hf

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...tensor_parallel.lora import named_in, set_of
+from ...tensor_parallel.lora_adapter import named_in, set_of
 from .names import Entry
 
 _FACTOR = re.compile(r"(?P<layer>.+)\.lora\.(?P<part>[^.]+)\.(?P<factor>A|B|magnitude)")

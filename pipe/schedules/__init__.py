@@ -3,9 +3,11 @@
 classic.py      GPipe, 1F1B, eager 1F1B, interleaved 1F1B, looped breadth-first; forward only
 zero_bubble.py  ZB-H1, ZB-H2: split backward, one stage per rank
 v_shaped.py     ZB-V, V-Half, V-Min, DualPipe-V: two stages per rank in a V
+v_steady.py     their steady states, one microbatch repeated each period
+v_ends.py       their beginnings and ends, filled or squeezed
 braided.py      STP: a V of pairs of passes, which hide each other's collectives
 hanayo.py       Hanayo's waves: two or more stages per rank, to and fro
-squeeze.py      list scheduling of a pattern of ops under a memory limit; v_shaped, zero_bubble and classic use it
+squeeze.py      list scheduling of a pattern of ops under a memory limit; v_ends, zero_bubble and classic use it
 closed_forms.py idle times and activations in flight of the published schedules, as formulas
 registry.py     RECIPES: name -> generator and facts of a schedule; named_schedule
 search.py       `auto`: the best schedule found for given costs and memory; tune: a named one for given costs

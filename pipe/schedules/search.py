@@ -27,7 +27,8 @@ from .annealing import Problem, Sequences, anneal, decode, encode
 from .greedy import list_schedule
 from .registry import RECIPES, named_schedule
 from .steady import search_steady_state
-from .v_shaped import PATTERNS, squeezed_variants
+from .v_ends import squeezed_variants
+from .v_steady import STEADY_STATES
 
 PATIENCE = 0.5
 EFFORT = 8_000_000  # codes to decode for the named schedules: about ten seconds
@@ -206,7 +207,7 @@ def _others(schedule: Schedule) -> list[Schedule]:
 
     At other costs than F = I = W a variant may be better than the schedule.
     """
-    if schedule.name not in PATTERNS:
+    if schedule.name not in STEADY_STATES:
         return []
     return [
         replace(other, name=schedule.name)

@@ -1,6 +1,6 @@
 """Search of steady states: one microbatch's ops, repeated every period, timed with the real costs within the memory.
 
-V-Half and V-Min (v_shaped.py) are such repetitions for F = I = W and for two limits of memory. At other costs their ops
+V-Half and V-Min (v_steady.py) are such repetitions for F = I = W and for two limits of memory. At other costs their ops
 collide, and at other limits there is none. Here the period and the waits between the stages are searched for. Qi et al.
 2024 (arXiv:2405.15362) call the repeated ops a building block.
 """

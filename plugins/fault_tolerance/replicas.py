@@ -1,26 +1,36 @@
 """Replica strategy of replicas that leave and join a run at a step while the others train.
 
 Each replica is a group of processes with a world of its own: a whole grid. A step sums the gradients of the replicas
-rank by rank, between ranks at the same place of each grid, in a group that is made anew when replicas come or go:
+rank by rank, between ranks at the same place of each grid, over a connection that is made anew when replicas come or
+go.
 
-stepping   take the samples that the ledger gives; send the state to newcomers, or receive it, while the step runs
-prepare    with ZeRO over replicas: gather the new weights, and move optimizer state if the replicas have changed
-sum        sum gradients and numbers over the contributors; meet; again without those that were lost; record the step
+    a step of a MEMBER (phase.py has the table of standings)
+
+    stepping()
+      _prepare    APART, JOINING: _join, until a round has this replica
+        _begin    _make_ready     ZeRO over replicas: gather the new weights, move optimizer state
+                  seek the samples that the ledger gives; begin to send the state to newcomers
+      the engine  forward, backward; share(): weights of the losses
+      sum         agree           an attempt:
+                    make ready, load the state that was under way (JOINING -> MEMBER)
+                    sum over the contributors
+                    meet: all replicas report; one decision follows
+                    committed     _take: record the step; _enter the next round, or leave (LEFT, HANDED_OVER)
+                    failed        _follow: _enter a round of those that are left, or _join; again
+      the engine  optimizer step; _step_shards with ZeRO over replicas
+      _end        LocalRounds: an outer step
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-import signal
-import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,23 +42,24 @@ from ...data.dataloader import RepeatingLoader
 from ...engine.replica_strategy import SynchronousReplicas
 from ...grid import Grid
 from ...grid.agreement.agreement import agreed
-from ...grid.auxiliary import AuxiliaryLayer
 from ...grid.environment import coordinator_address, replica_name, run_secret
 from ...grid.launcher.launch import own_address
 from ...options.fault_tolerance import FaultTolerance, is_replica_name
 from ...pipe.module import PipelineModule
+from .contributors import Contributors
 from .coordinator_client import CoordinatorClient
 from .identity import identity
-from .meeting import Decision, Report, Round, decide
+from .leave_signal import LeaveSignal
+from .meeting import Decision, Report, Round
 from .membership import History, Ledger
 from .peer_state import capture_here, load_here
 from .phase import Phase, Standing
-from .replica_group import ReplicaGroup
+from .round_link import RoundLink
 from .run_record import ReplicaRecord
 from .shard_cut import ShardCut
 from .sharded_state import ReplicaShards
 from .state_transfers import FAILURES, StateTransfers, reason
-from .supported import require_supported
+from .supported import ConstantBuffers, require_supported
 
 if TYPE_CHECKING:
     from ...engine.base import Engine
@@ -70,6 +81,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
         phase: where this replica stands with the run, and how far it is with the present step.
         sharded: the optimizer state that this replica holds, with ZeRO over the replicas; None: it holds all.
         leaving: True if it is to leave after the present step: set by SIGTERM, or by another rank of this replica.
+        link: connection to the ranks at this rank's place in the other replicas.
+        history: the history that is replayed; None: none is.
         batches: number of batches of a share of samples.
         unit: name of what the history counts.
     """
@@ -92,24 +105,19 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self.history = None if options.replay is None else History.from_file(Path(options.replay))
         self.record = ReplicaRecord(self.name, options.folder, grid.rank == 0, self.unit)
         self.phase, self.leaving = Phase(), False
-        self._settings = identity(engine)
-        self._group: ReplicaGroup | None = None
-        self._transfers = StateTransfers()
-        self._next_handler: Any = None  # of SIGTERM, before this object's
+        self._settings, self._contributors = identity(engine), Contributors(options, self.history)
+        self._transfers, self._buffers = StateTransfers(), ConstantBuffers(engine)
+        own = weakref.ref(self)
+        self._signal = LeaveSignal(lambda: _ask_to_leave(own))
         self._began, self._made = 0.0, time.monotonic()
-        self._sent_before = 0.0
-        # The buffers of a mixture of experts follow from its loads, which are summed.
-        summed = {id(b) for m in engine.module.modules() if isinstance(m, AuxiliaryLayer) for b in m.buffers()}
-        buffers = engine.module.named_buffers()
-        self._buffers = [(name, each, each._version) for name, each in buffers if id(each) not in summed]
         self._client: CoordinatorClient | None = None
-        self._coordinator, self._process = address, secrets.token_hex(8)
-        self._secret = run_secret()
-        self._host = own_address(address.rpartition("//")[2].rpartition(":")[0])
+        self._process, secret = secrets.token_hex(8), run_secret()
+        host = own_address(address.rpartition("//")[2].rpartition(":")[0])
+        self.link = RoundLink(self.name, grid.rank, address, secret, host, options.timeout)
         with agreed(grid, RuntimeError):
             if grid.rank == 0:
                 self._client = CoordinatorClient(
-                    address, self._secret, self.name, self._process, options.silence, options.give_up
+                    address, secret, self.name, self._process, options.silence, options.give_up
                 )
         engine.optimizer_step.across = self.sum
         self.sharded: ReplicaShards | None = None
@@ -160,14 +168,14 @@ class FaultTolerantReplicas(SynchronousReplicas):
             )
         self.phase = replace(self.phase, prepared=False)
         yield self.grid
-        self._require_same_buffers()
+        self._buffers.require_unchanged()
         self._end()
         if self.left:
             self._close()
             if self.grid.rank == 0:
                 _LOG.warning("replica %s has left the run after step %d", self.name, self._engine.global_steps)
             handed_over = self.phase.standing is Standing.HANDED_OVER
-            if self._next_handler is None or handed_over:  # else a checkpoint is saved, which ends the process
+            if self._signal.following is None or handed_over:  # else a checkpoint is saved, which ends the process
                 raise SystemExit(0)
 
     def microbatches(self) -> Iterator[Any]:
@@ -191,7 +199,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if self.left:
             raise AgreedError("this replica has left the run: take no step after engine.leave()")
         if self.phase.round is None:
-            self._handle_signal()
+            self._signal.install()
             self._join()
         self._begin()
         self.phase = replace(self.phase, prepared=True)
@@ -205,7 +213,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def traffic(self) -> dict[str, Any]:
         """Return ``replicas`` of ``Engine.traffic_report``: the bytes that this rank has sent to other replicas."""
-        sent = self._sent_before + (0.0 if self._group is None else self._group.sent)
+        sent = self.link.sent
         return {"replicas": {"sent": sent, "per_step": sent / max(1, self._engine.global_steps)}}
 
     def memory(self) -> dict[str, int]:
@@ -236,7 +244,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if self.phase.stateless:
             return "this replica waits for the state of the others"
         problem = None
-        round_, group = self._now, self._group
+        round_, group = self._now, self.link.group
         try:
             if group is None or self.phase.ready != round_.number:
                 raise RuntimeError("this replica has no whole state of this step")
@@ -248,9 +256,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
     def _agreed_failure(self, problem: str | None) -> str | None:
         """Return the failure of any rank of this replica; then the connections to the others are closed. Collective."""
         problems = self.grid.world.all_gather_json(problem)
-        failure = next((each for each in problems if each is not None), None)
+        failure = next((problem for problem in problems if problem is not None), None)
         if failure is not None:
-            self._abort()
+            self.link.close()
         return failure
 
     # ------------------------------------------------------------------------------------------ a step
@@ -296,12 +304,12 @@ class FaultTolerantReplicas(SynchronousReplicas):
             own = engine.compute_again()
             return tensors(), [*own, *values[len(own) :]]
 
-        found, sums = self.agree(tensors(), values, again)
-        for bucket, gradient in zip(buckets, found, strict=False):
+        summed, sums = self.agree(tensors(), values, again)
+        for bucket, gradient in zip(buckets, summed, strict=False):
             bucket.owned_gradient.copy_(gradient)
-        engine.data_axis.used.use_elsewhere(found[len(buckets)])
+        engine.data_axis.used.use_elsewhere(summed[len(buckets)])
         if engine.auxiliary:
-            engine.auxiliary_sums.copy_(found[len(buckets) + 1])
+            engine.auxiliary_sums.copy_(summed[len(buckets) + 1])
         return sums
 
     def agree(
@@ -325,20 +333,20 @@ class FaultTolerantReplicas(SynchronousReplicas):
         seconds, since, detection = time.monotonic() - self._began, time.monotonic(), 0.0
         while True:
             round_ = self._now
-            found: list[Tensor] = []
+            sums: list[Tensor] = []
             problem = self._make_ready_once() or self._load_received()  # a donor sends after it has done so
             if again is not None and self.phase.weighs and self.phase.computed != round_.number:
                 self.phase, (tensors, values) = replace(self.phase, computed=round_.number), again()
             numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
             if problem is None:
                 try:
-                    found = self._sum_once(round_, [*tensors, numbers])
+                    sums = self.link.sum(round_, self._contributors.summed(round_), [*tensors, numbers])
                 except FAILURES as error:
                     problem = reason(error)
             if problem is not None:
-                self._abort()  # before the meeting, to which all come: others may still wait for this rank's part
+                self.link.close()  # before the meeting, to which all come: others may still wait for this rank's part
             reports, summed = self._meet(problem, seconds)
-            decision = self._decide(reports)
+            decision = self._contributors.decide(reports)
             now = time.monotonic()
             if decision.committed is not None and summed and round_.number == decision.next.number - 1:
                 break
@@ -350,7 +358,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if self._transfers.wait_sent():
             self.record.lose("joining", time.monotonic() - now)
         self._take(round_, decision, detection + now - since if detection else 0.0)
-        return found[:-1], found[-1].tolist()
+        return sums[:-1], sums[-1].tolist()
 
     def share(self, numbers: Sequence[float]) -> list[float]:
         """Return the contributors' sums of numbers, which their backward passes need. Collective as ``sum``.
@@ -358,26 +366,19 @@ class FaultTolerantReplicas(SynchronousReplicas):
         If a replica is lost meanwhile, the gradients are computed again with the sums of those that are left.
         """
         self.phase = replace(self.phase, weighs=True)
-        own = torch.tensor([float(each) for each in numbers], dtype=torch.float64)
+        own = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
         try:
-            (found,) = self._sum_once(self._now, [own])
+            (summed,) = self.link.sum(self._now, self._contributors.summed(self._now), [own])
         except FAILURES as error:  # the sum of the gradients fails too, and all meet
             _LOG.debug("the weights of a step were not summed: %s", error)
-            self._abort()
-            return [float(each) for each in numbers]
-        sums: list[float] = found.tolist()
+            self.link.close()
+            return [float(number) for number in numbers]
+        sums: list[float] = summed.tolist()
         return sums
-
-    def _sum_once(self, round_: Round, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the contributors' sums of the tensors. Collective over the ranks at this place of all replicas."""
-        if self._group is None:
-            raise RuntimeError("the group of the round was not made")
-        places = [round_.group.index(name) for name in self._contributors(round_)]
-        return [self._group.sum(each, places) for each in tensors]
 
     def _take(self, round_: Round, decision: Decision, seconds: float) -> None:
         """Take the step: record it, and enter the next round, or leave the run. Collective over the round."""
-        planned, counted = self._planned(round_), self._contributors(round_)
+        planned, counted = self._planned(round_), self._contributors.summed(round_)
         if self.name in planned and self.record.is_new:
             self.record.lose("joining", self._began - self._made)
         self.record.add_step(round_, planned, counted, decision, seconds)
@@ -388,7 +389,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             hands_over = self.sharded is not None and bool(decision.next.members)
             self.phase = self.phase.ended(hands_over)
             if self.sharded is None or hands_over:
-                self._abort()
+                self.link.close()
         else:
             before = time.monotonic()
             self._enter(decision.next, decision.keeps)
@@ -422,11 +423,11 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self.sharded.step(without)
         if not self.left:
             self._make_ready()
-        elif self.phase.standing is Standing.LEFT and self._group is not None:
+        elif self.phase.standing is Standing.LEFT and self.link.group is not None:
             group, members = self._now.group, self._now.members
             try:
-                self.sharded.gather_weights(self._group, group, self._cut(self._planned(self._now)), members)
-                self.sharded.gather_whole(self._group, group, members, members)
+                self.sharded.gather_weights(self.link.group, group, self._cut(self._planned(self._now)), members)
+                self.sharded.gather_whole(self.link.group, group, members, members)
             except FAILURES as error:
                 raise RuntimeError(
                     f"a replica was lost while all left the run after step {self._now.step}, so replica {self.name} "
@@ -439,22 +440,19 @@ class FaultTolerantReplicas(SynchronousReplicas):
         while (problem := self._make_ready_once()) is not None:
             failed = True
             reports, _ = self._meet(problem, 0.0)
-            self._follow(self._decide(reports))
+            self._follow(self._contributors.decide(reports))
         if failed:
             self.record.lose("again", time.monotonic() - before)
 
     def _make_ready_once(self) -> str | None:
         """Make weights and shards ready for the round; return a reason if it failed. Collective over the round."""
-        round_, group = self._now, self._group
+        round_ = self._now
         if self.sharded is None or self.phase.ready == round_.number:
             return None
         problem = None
         try:
-            if group is None:
-                raise RuntimeError("the group of the round was not made")
-            self.sharded.prepare(
-                group, round_.group, self._cut(round_.owners), round_.keepers, self._cut(self._planned(round_))
-            )
+            before, after = self._cut(round_.owners), self._cut(self._planned(round_))
+            self.sharded.prepare(self.link.opened(), round_.group, before, round_.keepers, after)
         except FAILURES as error:
             problem = reason(error)
         failure = self._agreed_failure(problem)
@@ -471,8 +469,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
         Raises:
             RuntimeError: all holders of a part are lost.
         """
-        found = ((self._cut(round_.owners), round_.keepers), (self._cut(self._planned(round_)), round_.members))
-        for cut, present in found:
+        holders_of = ((self._cut(round_.owners), round_.keepers), (self._cut(self._planned(round_)), round_.members))
+        for cut, present in holders_of:
             if round_.fresh or not (lost := cut.lost(present)):
                 continue
             holders = sorted({name for part in lost for name in cut.holders(part)})
@@ -498,32 +496,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def _planned(self, round_: Round) -> tuple[str, ...]:
         """Return the replicas that take shares in a round's step, in their order."""
-        if self.history is not None:
-            return self.history.members(round_.step)
-        assert self.phase.first is not None  # since the first round
-        return self.phase.first.contributors
-
-    def _contributors(self, round_: Round) -> tuple[str, ...]:
-        return round_.contributors if self.history is None else self.history.counted(round_.step)
-
-    def _choose(self, step: int, members: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the contributors of a step among the members."""
-        if self.history is None:
-            return members if self.options.active is None else members[: self.options.active]
-        missing = [name for name in self.history.names if name not in members]
-        if missing:
-            raise RuntimeError(
-                f"the replay of {self.options.replay} needs the replicas {', '.join(self.history.names)}, and "
-                f"{', '.join(missing)} is not there: start all, with a coordinator that waits for "
-                f"{len(self.history.names)} of them (--least)"
-            )
-        return self.history.counted(step)
-
-    def _decide(self, reports: Sequence[Report]) -> Decision:
-        decision = decide(reports, self._choose, self.sharded is not None)
-        if decision is None:
-            raise RuntimeError("every replica with the state of the run is lost: start the run from a checkpoint")
-        return decision
+        return self._contributors.planned(self.phase, round_)
 
     def _meet(self, problem: str | None, seconds: float) -> tuple[list[Report], bool]:
         """Meet the other replicas; return the reports, and True if all ranks of this replica have the sum. Collective.
@@ -534,7 +507,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         """
         by_hand = self._engine.data_axis.used.by_hand
         told = self.grid.world.all_gather_json([problem, self.leaving, self.phase.weighs, by_hand])
-        summed = all(each is None for each, *_ in told)
+        summed = all(failure is None for failure, *_ in told)
         self.leaving = any(leaving for _, leaving, *_ in told)
         weighs = any(weighs for *_, weighs, _ in told)
         self.phase = replace(self.phase, announced=self.leaving, weighs=weighs)
@@ -552,13 +525,13 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if self._client is not None:
             report = self._report(summed, seconds)
             try:
-                plain = [each.plain() for each in self._client.meet(report)]
+                plain = [other.plain() for other in self._client.meet(report)]
             except RuntimeError as error:
                 failure = str(error)
         plain, failure = self.grid.world.all_gather_json([plain, failure])[0]
         if failure is not None:
             raise RuntimeError(failure)
-        return [Report.of(each) for each in plain]
+        return [Report.of(report) for report in plain]
 
     def _report(self, summed: bool, seconds: float) -> Report:
         """Return the report of this replica; one without a state reports no round that the others could rely on."""
@@ -573,7 +546,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             seconds=seconds,
         )
         if round_ is not None:
-            report = replace(report, members=round_.members, contributors=self._contributors(round_))
+            report = replace(report, members=round_.members, contributors=self._contributors.summed(round_))
             report = replace(report, owners=round_.owners, keepers=round_.keepers)
         if round_ is None or stateless:
             return report
@@ -582,7 +555,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def _join(self) -> None:
         """Meet the others without a state, until this replica is in a round. Collective."""
-        self._abort()
+        self.link.close()
         holds_parts = self.sharded is not None and self.sharded.cut is not None  # of a step that is gone
         if self.sharded is not None and holds_parts:
             self.sharded.forget()
@@ -590,7 +563,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._made = time.monotonic()
         self.phase = self.phase.cut_off(holds_parts)
         while True:
-            decision = self._decide(self._reports())
+            decision = self._contributors.decide(self._reports())
             if self._accept(decision):
                 return
 
@@ -615,19 +588,12 @@ class FaultTolerantReplicas(SynchronousReplicas):
             keeps: all ranks of the round have used the present group to its end: it is kept, if the replicas are equal.
         """
         before = self.phase.round
-        same = keeps and before is not None and self._group is not None and before.group == round_.group
+        same = keeps and before is not None and self.link.group is not None and before.group == round_.group
         self.phase = self.phase.entered(round_, self.name)
         if self.sharded is not None:
             self._require_state(round_)
         if not same:
-            self._abort()
-            rank = round_.group.index(self.name)
-            key = f"round {round_.number} of rank {self.grid.rank}, from {round_.process}"
-            where = self._coordinator, self._secret, self._host
-            try:
-                self._group = ReplicaGroup(*where, key, rank, len(round_.group), self.options.timeout)
-            except FAILURES as error:  # the next sum fails, and all meet again
-                _LOG.debug("the group of round %d was not made: %s", round_.number, error)
+            self.link.open(round_)
         if round_.fresh:
             if round_.donor == self.name:
                 self.ledger.members = ()  # of a run that starts again from a checkpoint, which the history records
@@ -636,13 +602,6 @@ class FaultTolerantReplicas(SynchronousReplicas):
             if self.sharded is not None:
                 self.sharded.forget()
             self._receive(round_.donor)
-
-    def _abort(self) -> None:
-        """Close the connections to the other replicas."""
-        if self._group is not None:
-            self._sent_before += self._group.sent
-            self._group.abort()
-        self._group = None
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -660,9 +619,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def _send(self, names: Sequence[str]) -> None:
         """Begin to send this replica's state to other replicas of the round, in a thread."""
-        if self._group is not None:
+        if self.link.group is not None:
             header, tensors = self._capture()
-            self._transfers.send(header, tensors, self._group, [self._now.group.index(name) for name in names])
+            self._transfers.send(header, tensors, self.link.group, [self._now.group.index(name) for name in names])
 
     def _capture(self) -> tuple[Tensor, list[Tensor]]:
         """Return this rank's state to be sent: a header, and tensors that stay as they are until they are sent."""
@@ -680,7 +639,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def _receive(self, donor: str) -> None:
         """Begin to receive the state from another replica of the round, in a thread."""
-        self._transfers.receive(self._group, self._now.group.index(donor))
+        self._transfers.receive(self.link.group, self._now.group.index(donor))
 
     def _load_received(self) -> str | None:
         """Load the state that this replica waits for; return a reason if it did not come. Collective over the replica.
@@ -701,45 +660,16 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     # ------------------------------------------------------------------------------------------ ends
 
-    def _handle_signal(self) -> None:
-        """Leave after the present step when SIGTERM is received."""
-        if threading.current_thread() is threading.main_thread():
-            found = signal.getsignal(signal.SIGTERM)
-            self._next_handler = found if callable(found) else None
-            signal.signal(signal.SIGTERM, _Leave(weakref.ref(self), self._next_handler))
-
-    def _require_same_buffers(self) -> None:
-        """Refuse a step that has changed a buffer, whose values would differ between replicas."""
-        for name, buffer, version in self._buffers:
-            if buffer._version != version:
-                raise AgreedError(
-                    f"the step has changed the buffer {name}, whose values would differ between replicas, and "
-                    "fault_tolerance does not average them: use a layer without running statistics, such as LayerNorm"
-                )
-
     def _close(self) -> None:
-        self._abort()
+        self.link.close()
         if self._client is not None:
             self._client.close()
 
 
-class _Leave:
-    """Handler of a signal after which a replica leaves the run.
-
-    Args:
-        replicas: the replica strategy.
-        following: the handler before this one, which is called too; None if there was none.
-    """
-
-    def __init__(self, replicas: weakref.ref[FaultTolerantReplicas], following: Any) -> None:
-        self._replicas, self._following = replicas, following
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        replicas = self._replicas()
-        if replicas is not None:
-            replicas.leaving = True
-        if self._following is not None:
-            self._following(number, frame)
+def _ask_to_leave(replicas: weakref.ref[FaultTolerantReplicas]) -> None:
+    """Let a replica leave after its present step, if it is still there."""
+    if (present := replicas()) is not None:
+        present.leaving = True
 
 
 def _given(value: str | None, option: str, variable: str, example: str) -> str:

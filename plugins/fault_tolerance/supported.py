@@ -1,16 +1,20 @@
-"""Engines that replicas which come and go can train: what is refused when the engine is made."""
+"""Engines that replicas which come and go can train: what is refused when the engine is made, and after a step."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...base.errors import AgreedError
 from ...base.option_error import refusal
 from ...base.torch_private import AnyBatchNorm
+from ...grid.auxiliary import AuxiliaryLayer
 from ...zero.held_bytes import offloaded_bytes
 from ...zero.optimizer_kinds import is_known
 from ...zero.range_stepper import RangeStepper
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ...engine.base import Engine
 
 
@@ -50,3 +54,32 @@ def require_supported(engine: Engine) -> None:
                 f"{name} is a {type(module).__name__}, whose running statistics would differ between replicas, and "
                 "<fault_tolerance> does not average them: use LayerNorm or GroupNorm"
             )
+
+
+class ConstantBuffers:
+    """Buffers of a model that no step may change, because their values would differ between replicas.
+
+    The buffers of a mixture of experts are left out: they follow from its loads, which are summed.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        layers = (module for module in engine.module.modules() if isinstance(module, AuxiliaryLayer))
+        summed = {id(buffer) for layer in layers for buffer in layer.buffers()}
+        self._versions: list[tuple[str, Tensor, int]] = [
+            (name, buffer, buffer._version)
+            for name, buffer in engine.module.named_buffers()
+            if id(buffer) not in summed
+        ]
+
+    def require_unchanged(self) -> None:
+        """Refuse a step that has changed a buffer.
+
+        Raises:
+            AgreedError: naming the buffer.
+        """
+        for name, buffer, version in self._versions:
+            if buffer._version != version:
+                raise AgreedError(
+                    f"the step has changed the buffer {name}, whose values would differ between replicas, and "
+                    "fault_tolerance does not average them: use a layer without running statistics, such as LayerNorm"
+                )

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...models.config import TransformerConfig
-from .cost import CostModel, Work
+from .cost import CostModel
 from .layer_shapes import layers_of
 from .machine import Machine
 from .parallel_layout import ParallelLayout
+from .work import Work
 
 # Standard deviations of the logarithms of the figures around those of a description.
 SPREADS = {"product_efficiency": 0.25, "bandwidth_efficiency": 0.4, "attention_efficiency": 0.3, "links": 0.5}

@@ -44,10 +44,11 @@ from ...options.zero import Zero
 from ...pipe.module import PipelineModule
 from ...tensor_parallel.norm import LayerNorm, RMSNorm
 from ...zero.gradient_norm import square
-from .cost import CostModel, StepTime, Work
+from .cost import CostModel, StepTime
 from .machine import Machine, NetworkLink
 from .measured import MeasuredTimes, Row, Table
 from .parallel_layout import ParallelLayout
+from .work import Work
 
 Say = Callable[[str], None]
 Timed = tuple[Callable[[], Any], tuple[Tensor, ...]]  # a function, and its inputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...base.errors import nearest
 from ...grid.topology import Topology
@@ -17,6 +17,17 @@ KNOWN_RECOMPUTATION = (*RECOMPUTATION, "mlp")
 # Options of a layout's schedule beside its name and chunks, which the section ``schedule`` of a training file has too.
 CHANGES: dict[str, Any] = {"slices": 1, "pairs": False, "recompute_ops": 0.0, "offload_activations": 0.0}
 UNCHANGED = tuple(CHANGES.values())
+
+
+class Replicas(NamedTuple):
+    """Ranks that hold the same weight before ZeRO shards it: of a dense weight, and of an expert's."""
+
+    dense: int
+    expert: int
+
+    def of(self, expert: bool) -> int:
+        """Return the number of replicas of an expert's weight, or of another one."""
+        return self.expert if expert else self.dense
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,22 @@ class ParallelLayout:
         kind = "selective" if section.granularity == "selective" else "full"
         offload = options.zero.offload_optimizer.device != "none"
         return cls(**axes, recompute=kind if section.asked else "none", offload=offload, **others)
+
+    @property
+    def replicas(self) -> Replicas:
+        """Number of replicas of a weight, and of an expert's weight."""
+        ranks = self.data * self.context
+        return Replicas(ranks, ranks // self.expert)
+
+    @property
+    def hidden_shards(self) -> int:
+        """Number of ranks that share the hidden states: under sequence parallelism those of the tensor axis."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The pipe rank of each stage."""
+        return RECIPES[self.schedule].place(self.pipe, self.chunks)
 
     @property
     def gpus(self) -> int:

@@ -27,9 +27,12 @@ from typing import Any, NamedTuple
 
 from ...pipe.program.slices import require_slices
 from ...pipe.schedules.registry import RECIPES
-from .cost import CostModel, StepTime, Work, utilization
+from .cached import cached_method
+from .cost import CostModel, StepTime, utilization
+from .layer_memory import LayerSplit
 from .memory import FRAGMENTS, RankMemory
 from .parallel_layout import CHANGES, KNOWN_RECOMPUTATION, RECOMPUTATION, UNCHANGED, ParallelLayout
+from .work import Work
 
 SCHEDULES = tuple(name for name, recipe in RECIPES.items() if recipe.searched and recipe.closed is not None)
 MOST_CHUNKS = 8  # beyond those that divide the blocks evenly
@@ -130,11 +133,6 @@ class Searcher:
         require_slices(lengths, work.sequence, context=max(self.contexts or [1]), reason=reason)
         self.experts = max((layer.feedforward.experts for layer in work.layers if layer.feedforward), default=0)
         self.blocks = [index for index, layer in enumerate(work.layers) if layer.kind == "block"]
-        self._variants: dict[tuple[int, int], list[tuple[str, int]]] = {}
-        self._changes: dict[tuple[object, ...], list[_ScheduleChange]] = {}
-        self._bases: dict[tuple[int, ...], tuple[float, float, float]] = {}
-        self._fewest: dict[tuple[int, int], int] = {}
-        self._kept: dict[tuple[Any, ...], float] = {}
 
     # -------------------------------------------------------------------------------------------------- the space
 
@@ -173,23 +171,23 @@ class Searcher:
 
     def variants(self, layout: ParallelLayout, m: int) -> list[tuple[str, int]]:
         """Return the schedules and chunks of a node."""
-        p, each = layout.pipe, len(self.blocks) // layout.pipe
-        slices, m = self.asked[0], m * self.asked[0]
-        key = (p, m)
-        if key in self._variants:
-            return self._variants[key]
+        return self._variants(layout.pipe, m * self.asked[0])
+
+    @cached_method
+    def _variants(self, p: int, m: int) -> list[tuple[str, int]]:
         found: list[tuple[str, int]] = []
         schedules = self.space.given.get("schedule", SCHEDULES)
         asked = "schedule" in self.space.given and "chunks" in self.space.given
         closed = {"interleaved": m % p == 0, "looped-bfs": m % p == 0, "zb-h1": m >= p}
         closed |= dict.fromkeys(("zb-h2", "zb-v"), m >= 2 * p)
-        if slices > 1 and "schedule" not in self.space.given:
+        if self.asked[0] > 1 and "schedule" not in self.space.given:
             schedules = [name for name in schedules if RECIPES[name].sliced]
         if p == 1:
             found = [("1f1b", 1)] if "1f1b" in schedules or set(schedules) - {"1f1b"} else []
             found = found if 1 in self._free("chunks", [1]) else []
         else:
-            fair = [v for v in range(1, each + 1) if v <= MOST_CHUNKS or len(self.blocks) % (p * v) == 0]
+            blocks = len(self.blocks)
+            fair = [v for v in range(1, blocks // p + 1) if v <= MOST_CHUNKS or blocks % (p * v) == 0]
             for name in schedules:
                 recipe = RECIPES[name]
                 # Of unequal ranks each has one stage.
@@ -200,7 +198,6 @@ class Searcher:
                     if not closed.get(name, True) and not asked:
                         continue
                     found.append((name, v))
-        self._variants[key] = found
         return found
 
     def stages(self, layout: ParallelLayout) -> list[tuple[int, bool]]:
@@ -242,16 +239,17 @@ class Searcher:
         Pairs of passes are planned only if they are given: no published run tells how much of a collective hides behind
         another pass on one device.
         """
-        p, given = layout.pipe, self.space.given
+        p = layout.pipe
         if p == 1 or layout.context > 1 or self.unequal or self.model.on_cores or self.asked != UNCHANGED:
             return []
-        cut = layout.microbatch == 1 and self.work.config.refuses_slices() is None
-        key = (p, m, cut)
-        if key in self._changes:
-            return self._changes[key]
+        return self._changes(p, m, layout.microbatch == 1 and self.work.config.refuses_slices() is None)
+
+    @cached_method
+    def _changes(self, p: int, m: int, cut: bool) -> list[_ScheduleChange]:
+        """Return ``changes`` of pipe ranks and microbatches; ``cut``: sequences can be cut into slices."""
         found: list[_ScheduleChange] = []
-        each, recomputes = len(self.blocks) // p, tuple(self._recomputes())
-        one, two = (self._free("chunks", [v]) if v <= each else [] for v in (1, 2))
+        given, recomputes = self.space.given, tuple(self._recomputes())
+        one, two = (self._free("chunks", [v]) if v <= len(self.blocks) // p else [] for v in (1, 2))
 
         def add(name: str, chunks: Sequence[int], values: tuple[Any, ...], recomputes: tuple[str, ...]) -> None:
             if self._free("schedule", [name]) and m >= RECIPES[name].least(p):
@@ -268,7 +266,6 @@ class Searcher:
                 add("1f1b", one, values, ("none",))
                 if m % p == 0:
                     add("interleaved", two, values, ("none",))
-        self._changes[key] = found
         return found
 
     def _changed_stages(self, layout: ParallelLayout) -> list[tuple[int, bool]]:
@@ -340,21 +337,20 @@ class Searcher:
         In the pairs of a schedule, all collectives of the tensor and expert axes may hide.
         """
         hidden = self.asked[1] or (schedule != "" and RECIPES[schedule].pairs is not None)
-        key = (layout.microbatch, layout.context, layout.tensor, layout.expert, hidden)
-        found = self._bases.get(key)
-        if found is None:
-            sharded = self.space.given.get("sequence_parallel", [None])[0]
-            layout = ParallelLayout(
-                *(1, layout.expert, layout.context, layout.tensor, layout.expert, layout.microbatch),
-                sequence_parallel=sharded,
-            )
-            layers = [(count, self.model.layer(kind, layout)) for kind, count in Counter(self.model.kinds).items()]
-            found = self._bases[key] = (
-                sum(count * (layer.forward - hidden * (layer.tensor[0] + layer.expert[0])) for count, layer in layers),
-                sum(count * (layer.backward - hidden * (layer.tensor[1] + layer.expert[1])) for count, layer in layers),
-                sum(count * layer.products[2] for count, layer in layers),
-            )
-        return found
+        return self._passes_of(layout.microbatch, layout.context, layout.tensor, layout.expert, hidden)
+
+    @cached_method
+    def _passes_of(
+        self, microbatch: int, context: int, tensor: int, expert: int, hidden: bool
+    ) -> tuple[float, float, float]:
+        sharded = self.space.given.get("sequence_parallel", [None])[0]
+        layout = ParallelLayout(1, expert, context, tensor, expert, microbatch, sequence_parallel=sharded)
+        layers = [(count, self.model.layer(kind, layout)) for kind, count in Counter(self.model.kinds).items()]
+        return (
+            sum(count * (time.forward - hidden * (time.tensor[0] + time.expert[0])) for count, time in layers),
+            sum(count * (time.backward - hidden * (time.tensor[1] + time.expert[1])) for count, time in layers),
+            sum(count * time.products.weights for count, time in layers),
+        )
 
     def _time_bound(self, layout: ParallelLayout, m: int) -> float:
         """Return a lower bound of the seconds of all layouts of a node."""
@@ -398,16 +394,9 @@ class Searcher:
 
     def _states_bound(self, layout: ParallelLayout, zero: int, offload: bool) -> float:
         """Return a lower bound of the bytes of model states: those of 1/pipe of the model."""
-        model, options = self.model, self.memory.options
-        replicas = layout.data * layout.context
-        total = 0.0
-        for shared, shards in ((True, replicas), (False, replicas // layout.expert)):
-            key = ("parameters", layout.tensor, layout.expert, shared)
-            if key not in self._kept:
-                own = [model.parameters(kind, layout.tensor, layout.expert) for kind in range(len(model.types))]
-                ties = [0.0 if shape.kind == "head" and shape.tie else 1.0 for shape in model.types]
-                self._kept[key] = sum(ties[kind] * own[kind][0 if shared else 1] for kind in model.kinds)
-            count = self._kept[key] / layout.pipe
+        options, total = self.memory.options, 0.0
+        for numel, shards in zip(self._parameters(layout.tensor, layout.expert), layout.replicas, strict=True):
+            count = numel / layout.pipe
             stage = zero if shards > 1 or offload else 0
             sharded = [shards if stage >= least else 1 for least in (3, 2, 1)]
             total += count * options.size / sharded[0]
@@ -417,6 +406,15 @@ class Searcher:
             elif stage < 2:
                 total += count * options.wide / sharded[1]
         return total
+
+    @cached_method
+    def _parameters(self, tensor: int, expert: int) -> tuple[float, float]:
+        """Return the dense parameters of the model on a rank without a pipe axis, and the experts'."""
+        own = [
+            (0.0, 0.0) if shape.kind == "head" and shape.tie else self.model.zero.parameters(kind, tensor, expert)
+            for kind, shape in enumerate(self.model.types)
+        ]
+        return sum(own[kind][0] for kind in self.model.kinds), sum(own[kind][1] for kind in self.model.kinds)
 
     def _activations_bound(
         self,
@@ -429,22 +427,10 @@ class Searcher:
     ) -> float:
         """Return a lower bound of the bytes of activations and their fragments: blocks of the first pipe rank."""
         changes = self.asked if changes is None else changes
-        key = (layout.microbatch, layout.context, layout.tensor, layout.expert, recompute)
-        kept = self._kept.get(key)
-        if kept is None:
-            one = self._layout(layout, "1f1b", 1, 0, False, recompute, UNCHANGED)
-            tokens = layout.microbatch * self.work.sequence / layout.context
-            kinds = {self.model.kinds[index] for index in self.blocks}
-            kept = self._kept[key] = min(
-                self.memory.layer_activations(self.model.types[kind], tokens, self.work.sequence, one) for kind in kinds
-            )
-        p, place = layout.pipe, (layout.pipe, chunks)
-        fewest = self._fewest.get(place)
-        if fewest is None:
-            cuts = self.memory.cuts(p * chunks)
-            stages = [range(cuts[c * p], cuts[c * p + 1]) for c in range(chunks)]
-            fewest = min(sum(self.work.layers[i].kind == "block" for i in stage) for stage in stages)
-            self._fewest[place] = fewest
+        p, tokens = layout.pipe, layout.microbatch * self.work.sequence / layout.context
+        one = LayerSplit.of(self._layout(layout, "1f1b", 1, 0, False, recompute, UNCHANGED), tokens, self.work.sequence)
+        kinds = {self.model.kinds[index] for index in self.blocks}
+        kept = min(self.memory.layer_memory.activations(kind, one) for kind in kinds)
         recipe = RECIPES[schedule]
         flights = recipe.in_flight(p, m, chunks)
         if flights is not None:
@@ -456,7 +442,14 @@ class Searcher:
             share = (changes[2] + changes[3]) * (1 if chunks == 1 else 1.5)
             flight = max(1, math.floor((1 - share) * flight) - 1)
             flight = 1 if changes[0] > 1 or recipe.split or not recipe.searched else flight
-        return flight * fewest * kept * (1 + FRAGMENTS)
+        return flight * self._fewest_blocks(p, chunks) * kept * (1 + FRAGMENTS)
+
+    @cached_method
+    def _fewest_blocks(self, p: int, chunks: int) -> int:
+        """Return the number of blocks in a stage of the first pipe rank, at least."""
+        cuts = self.memory.cuts(p * chunks)
+        stages = [range(cuts[c * p], cuts[c * p + 1]) for c in range(chunks)]
+        return min(sum(self.work.layers[i].kind == "block" for i in stage) for stage in stages)
 
     # -------------------------------------------------------------------------------------------------- the search
 

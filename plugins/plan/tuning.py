@@ -27,11 +27,13 @@ from ...options.tuning import Tuning
 from ...pipe.program.activations import counts_in_flight
 from ...pipe.program.schedule import Schedule
 from ...pipe.schedules.registry import RECIPES
-from .cost import CostModel, Work
+from .cost import CostModel
 from .layer_shapes import layers_of
 from .machine import MACHINES
-from .memory import ModelMemory, StateOptions
+from .memory import ModelMemory
 from .parallel_layout import ParallelLayout
+from .state_memory import StateOptions
+from .work import Work
 
 FILL = 4  # microbatches for each pipe rank, with which a bubble is small (GPipe: Huang et al. 2019, section 2.3)
 

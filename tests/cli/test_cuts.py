@@ -80,9 +80,9 @@ def test_the_cuts_command_refuses_mistakes(file: str, words: list[str], expected
 @pytest.mark.parametrize("extra", ["recompute=none", "recompute=full", "tensor=2"])
 def test_costs_by_formulas_sum_to_the_planners_step(tmp_path: Path, extra: str) -> None:
     from triax.models.config import LlamaConfig
-    from triax.plugins.plan.cost import Work
     from triax.plugins.plan.machine import MACHINES
     from triax.plugins.plan.parallel_layout import ParallelLayout
+    from triax.plugins.plan.work import Work
 
     path, given = tmp_path / "costs.json", dict(part.split("=") for part in extra.split(","))
     layout = f"pipe=1,data=1,microbatch=1,zero=0,{'' if 'recompute' in given else 'recompute=none,'}{extra}"

@@ -190,6 +190,32 @@ def test_borders_on_the_data_axis_are_right_or_refused(ranks: Any) -> None:
             assert "its gradient is wrong" in text and "gather_reduce_scatter(x, grid.data, dim=0)" in text
 
 
+def refusals_on(axis: str, sizes: dict[str, int]) -> list[str]:
+    """Return the errors of the borders that are for ranks of one loss, on an axis."""
+    grid, texts = Grid(**sizes), []
+    for name in ("copy_all_reduce", "all_reduce_copy", "split_gather", "gather_split"):
+        with pytest.raises(ValueError, match=f"{name} was given the {axis} axis") as error:
+            getattr(regions, name)(torch.ones(2, 4), getattr(grid, axis))
+        texts.append(str(error.value))
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("axis", "sizes", "instead"),
+    [
+        ("data_context", {"data": 2, "context": 2}, "data_context"),
+        ("expert", {"data": 4, "expert": 2}, "expert"),
+        ("expert_data", {"data": 4, "expert": 2}, "expert_data"),
+        ("world", {"data": 2, "tensor": 2}, "data"),
+    ],
+)
+def test_borders_refuse_every_axis_with_ranks_of_several_replicas(
+    ranks: Any, axis: str, sizes: dict[str, int], instead: str
+) -> None:
+    for texts in ranks(4, refusals_on, axis, sizes):
+        assert all(f"gather_reduce_scatter(x, grid.{instead}, dim=0)" in text for text in texts)
+
+
 def gather_wrongly(dim: int, length: int | None) -> str:
     try:
         regions.gather_split(torch.zeros(2, 3), Grid(tensor=2).tensor, dim, length)

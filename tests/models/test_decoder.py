@@ -13,9 +13,12 @@ import torch
 import triax
 from triax import Grid, PipelineModule
 from triax.models import DecoderConfig, decoder_layers
+from triax.models.attention import SelfAttention
 from triax.models.config import CONFIGS, AnyDecoderConfig, GPTConfig, LlamaConfig, config_from_fields
-from triax.models.layers import NextTokenLoss
+from triax.models.layers import NextTokenLoss, ResidualBlock
+from triax.models.mlp import GatedMLP
 from triax.plugins.plan.layer_shapes import layers_of
+from triax.tensor_parallel.norm import RMSNorm
 
 from support.training import Step, assert_steps_equal, microbatches, text_batches, train
 
@@ -73,6 +76,30 @@ def test_mixed_settings_equal_one_process(ranks: Any, cells: Sequence[tuple[dict
         for found in ranks(4, trained, sizes, names, timeout=120):
             for name, steps in zip(names, found, strict=True):
                 assert_steps_equal(steps, alone[NAMES.index(name)])
+
+
+@pytest.mark.parametrize("shared_norm", [False, True])
+@pytest.mark.parametrize("branch", ["attention", "mlp"])
+def test_a_parallel_block_with_one_branch_adds_it(branch: str, shared_norm: bool) -> None:
+    """The output and all gradients are those of x + branch(norm(x))."""
+    config = LlamaConfig(**_SIZES, intermediate_size=24)
+    block = ResidualBlock(
+        config,
+        grid=Grid(),
+        make_norm=RMSNorm,
+        make_attention=partial(SelfAttention, 16, 4) if branch == "attention" else None,
+        make_mlp=GatedMLP if branch == "mlp" else None,
+        parallel=True,
+        shared_norm=shared_norm,
+    ).double()
+    norm = block.norm1 if branch == "attention" else block.norm2
+    assert norm is not None
+    x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
+    taken = [x, *block.parameters()]
+    plain = x + (block.attention(norm(x), None) if branch == "attention" else block.mlp(norm(x)))
+    wanted = torch.autograd.grad(plain.square().sum(), taken)
+    got = torch.autograd.grad(block(x).square().sum(), taken)
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", MODELS)

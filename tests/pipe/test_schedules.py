@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from triax.pipe.schedules.choose import (
     write_schedule,
 )
 from triax.pipe.schedules.registry import RECIPES
+from triax.pipe.schedules.v_steady import PERIOD, STEADY_STATES, blocks_of
 
 from support.command_line import run_triax
 from support.paths import DOCS
@@ -111,6 +113,25 @@ def test_interleaved_takes_any_number_of_microbatches(pipe: int) -> None:
         assert peak(schedule) <= pipe + (pipe - 1) / chunks + 1e-9, (m, chunks)
         if m >= pipe:
             assert idle(schedule) <= (1 if chunks <= 4 else 2.4) * 3 * (pipe - 1) / chunks + 1e-9, (m, chunks)
+
+
+@pytest.mark.parametrize(
+    ("name", "down", "pause", "unit"), [("v-half", 2, 1, lambda p: 6 * p - 1), ("v-min", 1, 0, lambda p: 4 * p)]
+)
+def test_blocks_of_v_shapes_wait_least_and_hold_as_derived(
+    name: str, down: int, pause: int, unit: Callable[[int], int]
+) -> None:
+    """On each rank the four times of a microbatch differ modulo the period, and its activations live equally long."""
+    for p in range(3, 20):
+        made = STEADY_STATES[name](p).blocks
+        possible = [
+            turn
+            for turn in range(PERIOD)
+            if all(len({time % PERIOD for time in block}) == 4 for block in blocks_of(p, down, turn, pause))
+        ]
+        assert made == blocks_of(p, down, possible[0], pause)
+        lives = {b.inputs_down - b.forward_down + b.inputs_up - b.forward_up for b in made}
+        assert lives == {unit(p) + 2 * possible[0]}
 
 
 @pytest.mark.parametrize("pipe", [2, 3, 4, 5, 6, 7, 8, 9, 12])

@@ -16,8 +16,9 @@ from triax.models.config import AnyDecoderConfig, GPTConfig, LlamaConfig
 from triax.models.decoder import decoder_layers
 from triax.models.layers import NextTokenLoss
 from triax.options.recomputation import Recomputation
-from triax.plugins.plan.memory import ModelMemory, StateOptions
+from triax.plugins.plan.memory import ModelMemory
 from triax.plugins.plan.parallel_layout import ParallelLayout
+from triax.plugins.plan.state_memory import StateOptions
 from triax.testing.pool import RankFailure
 
 from support.training import microbatches, text_batches

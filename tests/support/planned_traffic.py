@@ -21,8 +21,9 @@ from triax.base.formulas import zero_traffic
 from triax.models.config import TransformerConfig
 from triax.pipe.schedules.registry import RECIPES, named_schedule
 from triax.plugins.plan.layer_shapes import LayerShape
-from triax.plugins.plan.memory import ModelMemory, StateOptions
+from triax.plugins.plan.memory import ModelMemory
 from triax.plugins.plan.parallel_layout import ParallelLayout
+from triax.plugins.plan.state_memory import StateOptions
 
 _ALIGN = 16  # elements; as ``zero.flat`` pads each replica's shard
 

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from triax.models.config import GPTConfig
-from triax.plugins.plan.cost import CostModel, Work
+from triax.plugins.plan.cost import CostModel
 from triax.plugins.plan.fit import MeasuredRun
 from triax.plugins.plan.machine import Machine, machine
 from triax.plugins.plan.memory import ModelMemory
 from triax.plugins.plan.parallel_layout import ParallelLayout
+from triax.plugins.plan.work import Work
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ def kill(engine: Any) -> None:
 
 def kill_in_sum(engine: Any) -> None:
     """Kill this process between the sums of two tensors of the next step."""
-    group, count = engine.replicas._group, []
+    group, count = engine.replicas.link.group, []
     sum_of = group.sum
 
     def summed(*arguments: Any) -> Tensor:

@@ -24,11 +24,12 @@ from triax.pipe.program.costs import Costs
 from triax.pipe.program.schedule import Schedule
 from triax.pipe.program.simulate import simulate
 from triax.plugins.plan import search
-from triax.plugins.plan.cost import CostModel, Work
+from triax.plugins.plan.cost import CostModel
 from triax.plugins.plan.machine import MACHINES
 from triax.plugins.plan.memory import ModelMemory
 from triax.plugins.plan.parallel_layout import CHANGES, ParallelLayout
 from triax.plugins.plan.search import Planned, Searcher, Space, preference
+from triax.plugins.plan.work import Work
 from triax.train.file import read_training_file
 from triax.train.job import resolve
 
@@ -89,14 +90,13 @@ def costs_of(model: CostModel, layout: ParallelLayout) -> Costs:
     for rank in range(layout.pipe):
         own = [layout.pipe * c + (layout.pipe - 1 - rank if zigzag and c else rank) for c in range(layout.chunks)]
         ranks.append([kind for stage in own for kind in model.kinds[cuts[stage] : cuts[stage + 1]]])
-    hop = layout.slices * model._rank_times(layout, zigzag)[0].kinds["pipe"] / 2
+    hop = layout.slices * model.rank_times(layout)[0].kinds["pipe"] / 2
     pairs = layout.pairs or layout.schedule == "stp"
 
     def costs(kinds: list[int]) -> Costs:
         times = [model.layer(kind, layout) for kind in kinds]
-        keys = [(kind, 1, 1, layout.tensor, 1, True, layout.slices) for kind in kinds]
         split = layout.schedule == "zb-v"  # input gradients wait for all of their collectives
-        more = [model._shown.get(key, (0.0, 0.0)) for key in keys]
+        more = [(time.tensor.split_inputs, time.tensor.split_weights) for time in times]
         forward = sum(t.forward for t in times)
         inputs = sum(t.backward + split * m[0] for t, m in zip(times, more, strict=True))
         weights = sum(t.products[2] + split * m[1] for t, m in zip(times, more, strict=True))
@@ -159,7 +159,7 @@ def test_memory_of_recomputation_is_that_of_a_replay(change: dict[str, Any]) -> 
     inputs = 2 * 8192 * LLAMA.hidden_size / 2
     for rank, each in enumerate(found):
         replayed = held(made, rank, stages, inputs)
-        logits = memory._logits(1024, layout) if made.placement[-1] == rank else 0.0
+        logits = memory.layer_memory.loss(1024, layout.tensor) if made.placement[-1] == rank else 0.0
         most = max(sum(op.kind == "F" for op in order) for order in made.orders)
         # The peaks of activations and of inputs may come at different times.
         assert replayed + logits - 1 <= each.activations <= replayed + logits + most * inputs

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from triax.plugins.plan.cost import CostModel, Work
+from triax.plugins.plan.cost import CostModel
 from triax.plugins.plan.machine import machine
 from triax.plugins.plan.memory import ModelMemory
 from triax.plugins.plan.parallel_layout import ParallelLayout
 from triax.plugins.plan.search import divisors
+from triax.plugins.plan.work import Work
 
 from support.published_runs import (
     LATER_A100,

@@ -15,12 +15,13 @@ from triax.pipe.program.simulate import simulate
 from triax.pipe.schedules.registry import named_schedule
 from triax.plugins.plan.collectives import RankGroup, all_gather, all_reduce, message
 from triax.plugins.plan.cores import StageWork, makespan
-from triax.plugins.plan.cost import CostModel, Work
+from triax.plugins.plan.cost import CostModel
 from triax.plugins.plan.machine import machine
 from triax.plugins.plan.measure_machine import _Alone, op_seconds, small_engine
 from triax.plugins.plan.measured import interpolated
 from triax.plugins.plan.parallel_layout import ParallelLayout
 from triax.plugins.plan.search import Searcher, Space
+from triax.plugins.plan.work import Work
 
 from support.measured_machine import HERE
 

@@ -22,8 +22,9 @@ from triax.models.llama import llama_layers
 from triax.models.mixtral import mixtral_layers
 from triax.pipe.program.activations import counts_in_flight, peak_activations
 from triax.pipe.schedules.registry import RECIPES, named_schedule
-from triax.plugins.plan.memory import ModelMemory, StateOptions, in_flight
+from triax.plugins.plan.memory import ModelMemory, in_flight
 from triax.plugins.plan.parallel_layout import ParallelLayout
+from triax.plugins.plan.state_memory import StateOptions
 
 from support.paper_formulas import paper_activations
 

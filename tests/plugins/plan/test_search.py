@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from triax.models.config import GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
-from triax.plugins.plan.cost import Work
 from triax.plugins.plan.machine import MACHINES
 from triax.plugins.plan.search import Planned, Search, Searcher, Space, preference
+from triax.plugins.plan.work import Work
 
 H100 = MACHINES["h100-80g"]
 
