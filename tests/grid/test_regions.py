@@ -190,7 +190,7 @@ def test_borders_on_the_data_axis_are_right_or_refused(ranks: Any) -> None:
             assert "its gradient is wrong" in text and "gather_reduce_scatter(x, grid.data, dim=0)" in text
 
 
-def refusals_on(axis: str, sizes: dict[str, int]) -> list[str]:
+def refusals_on(axis: str, sizes: dict[str, Any]) -> list[str]:
     """Return the errors of the borders that are for ranks of one loss, on an axis."""
     grid, texts = Grid(**sizes), []
     for name in ("copy_all_reduce", "all_reduce_copy", "split_gather", "gather_split"):

@@ -96,7 +96,8 @@ def test_a_parallel_block_with_one_branch_adds_it(branch: str, shared_norm: bool
     assert norm is not None
     x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
     taken = [x, *block.parameters()]
-    plain = x + (block.attention(norm(x), None) if branch == "attention" else block.mlp(norm(x)))
+    only: Any = block.attention if branch == "attention" else block.mlp
+    plain = x + (only(norm(x), None) if branch == "attention" else only(norm(x)))
     wanted = torch.autograd.grad(plain.square().sum(), taken)
     got = torch.autograd.grad(block(x).square().sum(), taken)
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
