@@ -261,7 +261,8 @@ def test_every_schedule_that_is_known_can_be_made(name: str) -> None:
         "SequentialLR": {"schedulers": [{"type": "LinearLR"}, {"type": "ConstantLR"}], "milestones": [3]},
         "ChainedScheduler": {"schedulers": [{"type": "LinearLR"}, {"type": "ConstantLR"}]},
     }
-    read_config({"train_batch_size": 1, "scheduler": {"type": name, "params": needed.get(name, {})}})
+    config = read_config({"train_batch_size": 1, "scheduler": {"type": name, "params": needed.get(name, {})}})
+    assert config.scheduler is not None and config.scheduler.type == name
 
 
 def engine(scheduler: dict[str, Any], **more: Any) -> Any:

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import triax
 from triax.base.errors import to_install
-from triax.cli.main import app
+from triax.cli.main import app, main
 
 from support.import_reader import ROOMS, library, needs_no_torch
 from support.paths import ROOT
@@ -144,7 +144,7 @@ def test_every_folder_of_the_library_is_packaged() -> None:
 
 def test_the_command_triax_is_a_function() -> None:
     module, _, name = PROJECT["project"]["scripts"]["triax"].partition(":")
-    assert callable(getattr(importlib.import_module(module), name))
+    assert getattr(importlib.import_module(module), name) is main
 
 
 # ------------------------------------------------------- without torch: no package but triax is there at all
