@@ -22,6 +22,25 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+class FirstFailure:
+    """Shows the first failure in the terminal at once. pytest shows all failures after the last test."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config, self._shown = config, False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.getplugin("terminalreporter")  # None in a worker
+        if report.failed and not self._shown and terminal is not None:
+            self._shown = True
+            terminal.write_line("")
+            terminal.write_sep("=", f"first failure: {report.nodeid}", red=True)
+            terminal.write_line(report.longreprtext)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FirstFailure(config))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", choices=("cuda", "cpu"), default="cuda", help="of tests/device; cpu: to see that they are right"
