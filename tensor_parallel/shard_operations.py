@@ -27,12 +27,15 @@ _PRODUCTS = {
     *("matrix_exp", "matrix_power", "cholesky", "det", "logdet"),
     *("__setitem__", "index_fill_", "index_copy_", "index_add_", "scatter_", "index_put_"),  # rows by their numbers
 }
-# Operations over a dim, or over all.
-_REDUCTIONS = {
-    *("sum", "nansum", "mean", "nanmean", "norm", "var", "std", "var_mean", "std_mean", "prod", "median", "nanmedian"),
-    *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "mode", "quantile", "nanquantile", "count_nonzero"),
-    *("softmax", "log_softmax", "logsumexp", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "renorm"),
-    *("sort", "argsort", "topk", "kthvalue", "unique", "histc", "bincount", "_foreach_norm", "_foreach_max"),
+# Operations over a dim, or over all: the position of the argument ``dim``; None: over all, or of another meaning.
+_REDUCTIONS: dict[str, int | None] = {
+    **dict.fromkeys(("sum", "nansum", "mean", "nanmean", "var", "std", "var_mean", "std_mean", "prod"), 1),
+    **dict.fromkeys(("max", "min", "amax", "amin", "argmax", "argmin", "median", "nanmedian", "mode"), 1),
+    **dict.fromkeys(("softmax", "log_softmax", "logsumexp", "cumsum", "cumprod", "cummax", "cummin"), 1),
+    **dict.fromkeys(("logcumsumexp", "sort", "argsort", "count_nonzero"), 1),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm"), 2),
+    **dict.fromkeys(("topk", "kthvalue", "quantile", "nanquantile"), 2),
+    **dict.fromkeys(("aminmax", "unique", "histc", "bincount", "renorm", "_foreach_norm", "_foreach_max"), None),
 }
 # Operations whose result is the shard in another form, or a part of it.
 _VIEWS = {
@@ -90,8 +93,8 @@ def _looks_up(index: Any) -> bool:
 
 def _reduced_dims(name: str, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
     """Return the dims over which an operation reduces; none if it reduces over all."""
-    position = 2 if name in ("norm", "linalg_norm", "linalg_vector_norm", "topk", "kthvalue", "quantile") else 1
-    dim = kwargs.get("dim", args[position] if len(args) > position else None)
+    position = _REDUCTIONS.get(name)
+    dim = kwargs.get("dim", None if position is None else next(iter(args[position:]), None))
     return [number % max(tensor.dim(), 1) for number in flattened((dim,)) if type(number) is int]
 
 
