@@ -177,7 +177,7 @@ def merged(folder: Path, size: int, head: dict[str, Any], save: str = "") -> Ind
     for rank in range(size):
         piece = read_index(folder, piece_name(rank, save), whole=False)
         if piece.head["save"] != index.save_name:
-            raise ValueError(f"{piece_name(rank)} is of the save {piece.head['save']}, and not of {index.save_name}")
+            raise ValueError(f"{piece_name(rank, save)} is of save {piece.head['save']}, and not of {index.save_name}")
         numbers.update(piece.head["numbers"])
         index.files.update(piece.files)
         for name, entry in piece.tensors.items():

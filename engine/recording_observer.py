@@ -64,6 +64,7 @@ class RecordingObserver(StepObserver):
         self._active = self._counts_tokens = False
         self.timer, self._means = StepTimer(engine.grid, engine.spans), PartMeans()
         self._began, self._since = 0.0, 0  # time at which the step began; the first step of this process
+        self._taken = 0  # steps of this process
         self._tokens = 0  # of this step, on this replica
         self._rates: list[float] = []  # of this step, before the schedule sets those of the next one
 
@@ -113,6 +114,7 @@ class RecordingObserver(StepObserver):
         """Write the step's loss and other numbers, and prepare for the next step."""
         clock = self.timer.clock
         self._since = self._since or self._engine.global_steps
+        self._taken += 1
         if clock is None and not self._active:
             self._write_metrics(loss, {}, {})
             return
@@ -168,7 +170,7 @@ class RecordingObserver(StepObserver):
     def _prepare(self) -> None:
         """Time the parts of the next step if its record is wanted."""
         options, step = self._engine.options.monitor, self._engine.global_steps + 1
-        if options.trace.step == step and self.trace is None:
+        if options.trace.step == self._taken + 1 and self.trace is None:
             self.trace = _trace_file(options)
         # In the process's second step: the optimizer has made its state in the first.
         if options.json is not None and self._since and step == self._since + 1:

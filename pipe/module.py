@@ -486,7 +486,7 @@ class PipelineModule(nn.Module):
 
     def weighing_layers(self) -> list[tuple[Callable[..., Any], tuple[str, ...]]]:
         """Return the methods ``loss_weight`` of this rank's layers, and the fields that each of them gets."""
-        calls = [call for stage in self.stages for call in self._calls[stage] if call.key is not None]
+        calls = [call for stage in self.stages for call in self._calls[stage]]
         weighing = [(getattr(self.layers[call.key], "loss_weight", None), call.takes) for call in calls if call.key]
         return [(method, takes) for method, takes in weighing if callable(method)]
 

@@ -137,7 +137,7 @@ def message_pass(schedule: Schedule, orders: Orders) -> list[list[Op]]:
         posts: dict[int, list[Op]] = {}  # compute op -> the receives posted before it
         read: dict[tuple[str, int], int] = {}  # channel -> the compute op that reads its last message
         for at, recv in coming:
-            # Posted before the compute op that runs when the message arrives, and no later than the op that reads the
+            # Posted before the compute op whose end the arrival follows, and no later than the op that reads the
             # channel's message before; the first receive of a channel before the first op.
             kind, s, mb = recv
             posts.setdefault(min(max(bisect_right(ends, at) - 1, 0), read.get((kind, s), 0)), []).append(recv)

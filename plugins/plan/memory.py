@@ -2,7 +2,7 @@
 
     RankMemory = model states                     of ZeRO's buckets         state_memory.py
                + activations                      of a layer x in flight    layer_memory.py, in_flight
-               + activations beside those         slices, recomputed ops    ModelMemory._beside
+               + activations beside those         slices, recomputed ops    _recomputed, _shared_keys
                + temporaries                      of ZeRO, of a layer       state_memory.py, layer_memory.py
                + margin                           fragments and a reserve
 
@@ -93,7 +93,7 @@ class ModelMemory:
         fused_attention: attention does not keep its s x s probabilities. False: it does, as in Korthikanti et al.
         fused_kernels: as for ``Machine``: an MLP's gate and rotary positions keep their inputs alone.
         device: ``cuda`` or ``cpu``. On a CPU torch has no fused RMSNorm, which then keeps more.
-        reserve: bytes of the device's context and communicators, split of the margin.
+        reserve: bytes of the device's context and communicators, a part of the margin.
         document_mask: tokens attend within their document only, by a mask (models/packed.py).
 
     Attributes:

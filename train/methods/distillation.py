@@ -260,7 +260,10 @@ class DistillLoss:
         shapes = {name: tuple(getattr(each, "shape", ())) for name, each in found.items()}
         whole = labels["labels"].shape
         *tokens, width = shapes.get(TEACHER) or (0,)
-        fits = width < self.vocab_size and shapes[IDS] == shapes[TEACHER] if IDS in found else width in self._widths
+        if IDS in found:
+            fits = width < self.vocab_size and shapes[IDS] == shapes.get(TEACHER)
+        else:
+            fits = width in self._widths
         if not fits or tuple(tokens) not in (tuple(whole), tuple(mine.shape)):
             given = ", ".join(f"{name} {each}" for name, each in shapes.items()) or "nothing"
             raise ValueError(

@@ -155,7 +155,7 @@ class _Policy(Recording):
         lengths = summed_over_context(mask.sum(1), self.grid.context)  # (B,)
         advantages = _entry(labels, ADVANTAGES, log_probs[:, 0], "advantage of each row")[:, None]
         old = _entry(labels, OLD, log_probs, "log-probability of each label when it was drawn")
-        change = (log_probs - old) * mask  # (B, T)
+        change = (log_probs - old).masked_fill(mask == 0, 0.0)  # (B, T)
         if self.level == "token":
             ratio, counts = change.exp(), mask
         else:
@@ -209,7 +209,7 @@ class _Policy(Recording):
     def _kl(self, log_probs: Tensor, labels: Any, mask: Tensor, ratio: Tensor) -> Tensor:
         """Return the sum over the tokens of each row of k, or of k r: (B,)."""
         reference = _entry(labels, TOKEN_REFERENCE, log_probs, "log-probability of each label by the reference model")
-        ahead = (reference - log_probs) * mask
+        ahead = (reference - log_probs).masked_fill(mask == 0, 0.0)
         kl = ahead.exp() - ahead - 1  # (B, T), 0 outside the mask
         if not self.correct_kl:
             return kl.sum(1)

@@ -379,6 +379,17 @@ def test_a_trace_by_hand(ranks: Any, tmp_path: Path) -> None:
     assert trace["otherData"]["step"] == 2 and len(trace["otherData"]["program"]) == 2
 
 
+def test_a_resumed_run_traces_the_step_of_this_process(tmp_path: Path) -> None:
+    """As the option says. A run that resumed behind this step of all steps had no trace."""
+    file = tmp_path / "trace.json"
+    made = engine(triax.Grid(), "1f1b", 0, timeline={"step": 2, "file": str(file)})
+    made.global_steps = 100
+    for _ in range(2):
+        assert not file.exists()
+        made.train_batch(batches(triax.Grid()))
+    assert json.loads(file.read_text())["otherData"]["step"] == 102
+
+
 def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"the timeline .* cannot be written"):

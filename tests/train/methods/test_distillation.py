@@ -252,7 +252,8 @@ def test_distillation_losses_refuse_mistakes() -> None:
         loss(logits, labels)
     with pytest.raises(ValueError, match="the teacher's part of the labels is nothing, but for labels"):
         loss(logits, {"labels": labels})
-    for wrong in ({"teacher": logits[..., :4]}, {"teacher": logits, "teacher_ids": labels[..., None].expand(2, 3, 8)}):
+    ids = labels[..., None].expand(2, 3, 8)
+    for wrong in ({"teacher": logits[..., :4]}, {"teacher": logits, "teacher_ids": ids}, {"teacher_ids": ids}):
         with pytest.raises(ValueError, match=r"with k < 8: make the microbatches with triax.methods.with_teacher"):
             loss(logits, {"labels": labels, **wrong})
     with pytest.raises(ValueError, match="'teacher' of k words are no log-probabilities"):

@@ -313,6 +313,20 @@ def test_losses_and_gradients_are_those_of_the_equations(kind: Any, level: Any) 
         assert 0 < clipped / count < 1 and ("kl" in loss.metrics) == (beta > 0)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_values_at_labels_that_do_not_count_change_nothing(value: float) -> None:
+    """They made the loss NaN, because NaN times 0 is NaN."""
+    torch.manual_seed(2)
+    data, found = labels_of(6, 8), []
+    aside = data["labels"] == -100
+    assert aside.any()
+    for filled in (data, data | {name: data[name].masked_fill(aside, value) for name in ("old", "reference")}):
+        logits = torch.randn(6, 8, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64).requires_grad_()
+        total, weight = grpo_loss(Grid(), 7, "grpo", 0.3)(logits, filled).terms["grpo"]
+        found.append((total.detach(), torch.autograd.grad(total / weight, logits)[0]))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 def in_parts(data: dict[str, Any], logits: Tensor, level: Any) -> tuple[float, Tensor, float]:
     """The loss, the gradient of this rank's logits and the share of clipped tokens, of a sequence in parts."""
     grid = Grid(context=2)
