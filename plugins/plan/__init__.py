@@ -4,7 +4,7 @@ layer_shapes.py      layers_of: parameters, products and attention sizes of each
 activations.py       bytes of a block's activations, by formula
 local_sizes.py       elements per token of a block's tensors on one rank
 layer_memory.py      LayerMemory: bytes of one layer on a rank, term by term
-stage_layers.py      StageLayers: the layers of each stage and pipe rank, by kind
+layers_by_kind.py    LayersByKind: the layers of each stage and pipe rank, by kind
 state_memory.py      StateMemory: bytes of model states in ZeRO's buckets
 memory.py            ModelMemory: bytes of each pipe rank by kind, on any layout
 cached.py            cache of a method's results in its object

@@ -34,8 +34,8 @@ from ...pipe.schedules.registry import RECIPES, named_schedule
 from .cached import cached_method
 from .layer_memory import LayerMemory, LayerSplit
 from .layer_shapes import LayerShape, layers_of
+from .layers_by_kind import LayersByKind, RankLayers
 from .parallel_layout import UNCHANGED, ParallelLayout
-from .stage_layers import RankLayers, StageLayers
 from .state_memory import BucketShape, StateBytes, StateMemory, StateOptions, StateSplit
 
 # Share of activations and temporaries that the caching allocator loses to fragments.
@@ -121,7 +121,7 @@ class ModelMemory:
         self.config, self.reserve = config, reserve
         self.options = options or StateOptions(precision=precision, optimizer=optimizer)
         self.layers = layers_of(config, shard_tensor)
-        self.stage_layers = StageLayers(self.layers, partition, speeds)
+        self.stage_layers = LayersByKind(self.layers, partition, speeds)
         kinds = self.stage_layers.kinds
         self.state_memory = StateMemory(kinds, self.options)
         self.layer_memory = LayerMemory(

@@ -32,8 +32,8 @@ from ...zero.flat import plan as plan_buckets
 from .additive import Additive
 from .cached import cached_method
 from .layer_shapes import LayerShape, Weight
+from .layers_by_kind import TIED_KIND, RankLayers, TiedWeight
 from .parallel_layout import ParallelLayout, Replicas
-from .stage_layers import TIED_KIND, RankLayers, TiedWeight
 
 BUCKET = 2**22  # default of ``zero.bucket_size``, in elements
 _ALIGN = 16  # elements; as ``zero.flat`` pads each replica's shard

@@ -32,7 +32,7 @@ class TiedWeight(enum.Enum):
     SHARED = enum.auto()  # another rank holds it too, and the two add up their gradients
 
 
-@dataclass(frozen=True, eq=False)  # ``StageLayers`` makes one object for equal ranks: it is a key with a fast hash
+@dataclass(frozen=True, eq=False)  # ``LayersByKind`` makes one object for equal ranks: it is a key with a fast hash
 class RankLayers:
     """Layers of a pipe rank, by kind.
 
@@ -57,7 +57,7 @@ class RankLayers:
         return Counter(kind for stage in self.owned for kind in stage)
 
 
-class StageLayers:
+class LayersByKind:
     """Layers of the stages of a model.
 
     Args:
