@@ -90,7 +90,7 @@ def find_units(module: nn.Module, named: Sequence[str | nn.Module] | None = None
 
 
 def _list_entries(module: nn.Module, prefix: str, chosen: dict[nn.Module, str], within: bool = False) -> None:
-    """Add the entries of the outermost lists and sequences of modules to ``chosen``, and leaf modules, with their names."""
+    """Add the entries of the outermost lists and sequences of modules, and leaf modules, to ``chosen``."""
     within = within or isinstance(module, (nn.ModuleList, nn.Sequential))
     for name, child in module.named_children():
         if is_leaf(child) or (within and _has_forward(child)):
