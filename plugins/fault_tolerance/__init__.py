@@ -15,6 +15,7 @@ sharded_state.py: the step on parts, and parts that move (ZeRO over the replicas
 ledger_checkpoints.py: the ledger in a checkpoint
 phase.py: where a replica stands with the run, and how far it is with a step, as a value
 state_transfers.py: whole states under way between a replica and others
+rounds.py: ``Rounds``: a replica meets the others, and follows their decision into the next round, or joins
 run_record.py: the ledger with its file, lost time, and what the log says of other replicas
 supported.py: the engines that are refused, and steps that change buffers
 leave_signal.py: SIGTERM, after which a replica leaves

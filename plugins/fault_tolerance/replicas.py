@@ -4,19 +4,19 @@ Each replica is a group of processes with a world of its own: a whole grid. A st
 rank by rank, between ranks at the same place of each grid, over a connection that is made anew when replicas come or
 go.
 
-    a step of a MEMBER (phase.py has the table of standings)
+    a step of a MEMBER (phase.py has the table of standings, rounds.py the outcomes)
 
     stepping()
-      _prepare    APART, JOINING: _join, until a round has this replica
+      _prepare    APART, JOINING: rounds.join, until a round has this replica
         _begin    _make_ready     ZeRO over replicas: gather the new weights, move optimizer state
                   seek the samples that the ledger gives; begin to send the state to newcomers
       the engine  forward, backward; share(): weights of the losses
-      sum         agree           an attempt:
+      sum         agree           again and again, until the step is taken:
                     make ready, load the state that was under way (JOINING -> MEMBER)
-                    sum over the contributors
-                    meet: all replicas report; one decision follows
-                    committed     _take: record the step; _enter the next round, or leave (LEFT, HANDED_OVER)
-                    failed        _follow: _enter a round of those that are left, or _join; again
+                    _attempt      sum over the contributors
+                    _meet         all replicas report; one decision follows
+                    _follow       the step is not taken: the next round, or join
+                  _take           record the step; the next round, or leave (LEFT, HANDED_OVER)
       the engine  optimizer step; _step_shards with ZeRO over replicas
       _end        LocalRounds: an outer step
 """
@@ -55,8 +55,8 @@ from .membership import History, Ledger
 from .peer_state import capture_here, load_here
 from .phase import Phase, Standing
 from .round_link import RoundLink
+from .rounds import Outcome, Rounds
 from .run_record import ReplicaRecord
-from .shard_cut import ShardCut
 from .sharded_state import ReplicaShards
 from .state_transfers import FAILURES, StateTransfers, reason
 from .supported import ConstantBuffers, require_supported
@@ -78,9 +78,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
     Attributes:
         name: this replica's name.
         record: the ledger of samples and members, and what is written of it.
-        phase: where this replica stands with the run, and how far it is with the present step.
         sharded: the optimizer state that this replica holds, with ZeRO over the replicas; None: it holds all.
-        leaving: True if it is to leave after the present step: set by SIGTERM, or by another rank of this replica.
         link: connection to the ranks at this rank's place in the other replicas.
         history: the history that is replayed; None: none is.
         batches: number of batches of a share of samples.
@@ -91,7 +89,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def __init__(self, engine: Engine, grid: Grid, options: FaultTolerance) -> None:
         super().__init__(grid)
-        self._engine, self.options = engine, options
+        self._engine = engine
         self.name = _given(options.replica or replica_name(), "<fault_tolerance.replica>", "TRIAX_REPLICA", "0")
         if not is_replica_name(self.name):
             raise refusal(f"the variable TRIAX_REPLICA is {self.name!r}: give a name without a slash, such as 0")
@@ -104,31 +102,38 @@ class FaultTolerantReplicas(SynchronousReplicas):
         require_supported(engine)
         self.history = None if options.replay is None else History.from_file(Path(options.replay))
         self.record = ReplicaRecord(self.name, options.folder, grid.rank == 0, self.unit)
-        self.phase, self.leaving = Phase(), False
-        self._settings, self._contributors = identity(engine), Contributors(options, self.history)
-        self._transfers, self._buffers = StateTransfers(), ConstantBuffers(engine)
-        own = weakref.ref(self)
-        self._signal = LeaveSignal(lambda: _ask_to_leave(own))
+        own = Report(self.name, -1, settings=identity(engine), process=secrets.token_hex(8))
+        self._contributors, self._transfers = Contributors(options, self.history), StateTransfers()
+        self._buffers = ConstantBuffers(engine)
         self._began, self._made = 0.0, time.monotonic()
         self._client: CoordinatorClient | None = None
-        self._process, secret = secrets.token_hex(8), run_secret()
+        secret = run_secret()
         host = own_address(address.rpartition("//")[2].rpartition(":")[0])
         self.link = RoundLink(self.name, grid.rank, address, secret, host, options.timeout)
         with agreed(grid, RuntimeError):
             if grid.rank == 0:
                 self._client = CoordinatorClient(
-                    address, secret, self.name, self._process, options.silence, options.give_up
+                    address, secret, self.name, own.process, options.silence, options.give_up
                 )
         engine.optimizer_step.across = self.sum
         self.sharded: ReplicaShards | None = None
         if options.zero:
             self.sharded = ReplicaShards(engine.data_axis, self.name, options.copies)
             engine.data_axis.stepper.elsewhere = self._step_shards
+        folder = engine.options.checkpoint.folder
+        self._rounds = Rounds(own, self.unit, grid, self._client, self.link, self._contributors, self.sharded, folder)
+        rounds = weakref.ref(self._rounds)
+        self._signal = LeaveSignal(lambda: _ask_to_leave(rounds))
 
     @property
     def ledger(self) -> Ledger:
         """The samples taken, and the history of members."""
         return self.record.ledger
+
+    @property
+    def phase(self) -> Phase:
+        """Where this replica stands with the run, and how far it is with the present step."""
+        return self._rounds.phase
 
     @property
     def left(self) -> bool:
@@ -166,7 +171,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
                 "step() ends a step whose samples do not come from engine.replicas.microbatches(), but fault_tolerance "
                 "gives each replica its samples by number: write for inputs, labels in engine.replicas.microbatches()"
             )
-        self.phase = replace(self.phase, prepared=False)
+        self._rounds.phase = replace(self.phase, prepared=False)
         yield self.grid
         self._buffers.require_unchanged()
         self._end()
@@ -200,14 +205,14 @@ class FaultTolerantReplicas(SynchronousReplicas):
             raise AgreedError("this replica has left the run: take no step after engine.leave()")
         if self.phase.round is None:
             self._signal.install()
-            self._join()
+            self._get_state(self._rounds.join(self._steps_taken))
         self._begin()
-        self.phase = replace(self.phase, prepared=True)
+        self._rounds.phase = replace(self.phase, prepared=True)
 
     def leave(self) -> bool:
         """Leave the run. The others learn of it when they miss this replica; SIGTERM lets it announce it in a step."""
         if not self.left:
-            self.phase = self.phase.ended()
+            self._rounds.phase = self.phase.ended()
         self._close()
         return False
 
@@ -270,14 +275,14 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self.sharded.drop_whole()
         round_, engine = self._now, self._engine
         self._began = time.monotonic()
-        planned = self._planned(round_)
+        planned = self._rounds.planned(round_)
         shares = self.ledger.plan(planned)
         # A spare replica and a newcomer compute a share that another one takes: their gradients are not summed.
         assert engine.training_dataloader is not None
         engine.training_dataloader.seek(shares.get(self.name, self.ledger.next_share) * self.batches)
         position = planned.index(self.name) if self.name in planned else 0
         engine.shift_samples(position * engine.batch.train)
-        self.phase = replace(self.phase, computed=round_.number)
+        self._rounds.phase = replace(self.phase, computed=round_.number)
         if round_.donor == self.name and not round_.fresh:
             self._send(round_.newcomers)
 
@@ -333,22 +338,13 @@ class FaultTolerantReplicas(SynchronousReplicas):
         seconds, since, detection = time.monotonic() - self._began, time.monotonic(), 0.0
         while True:
             round_ = self._now
-            sums: list[Tensor] = []
             problem = self._make_ready_once() or self._load_received()  # a donor sends after it has done so
             if again is not None and self.phase.weighs and self.phase.computed != round_.number:
-                self.phase, (tensors, values) = replace(self.phase, computed=round_.number), again()
-            numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
-            if problem is None:
-                try:
-                    sums = self.link.sum(round_, self._contributors.summed(round_), [*tensors, numbers])
-                except FAILURES as error:
-                    problem = reason(error)
-            if problem is not None:
-                self.link.close()  # before the meeting, to which all come: others may still wait for this rank's part
-            reports, summed = self._meet(problem, seconds)
-            decision = self._contributors.decide(reports)
+                self._rounds.phase, (tensors, values) = replace(self.phase, computed=round_.number), again()
+            sums, problem = self._attempt(tensors, values, problem)
+            decision, taken = self._meet(problem, seconds)
             now = time.monotonic()
-            if decision.committed is not None and summed and round_.number == decision.next.number - 1:
+            if taken:
                 break
             detection, since = detection + now - since, now
             self._follow(decision)
@@ -360,12 +356,36 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._take(round_, decision, detection + now - since if detection else 0.0)
         return sums[:-1], sums[-1].tolist()
 
+    def _attempt(
+        self, tensors: Sequence[Tensor], values: Sequence[Tensor | float], problem: str | None
+    ) -> tuple[list[Tensor], str | None]:
+        """Sum tensors and numbers over the contributors of the present round. Collective over the round.
+
+        Args:
+            tensors, values: those of this rank.
+            problem: the reason for which this rank cannot take part; None if it can.
+
+        Returns:
+            The sums of the tensors, and of the numbers in one tensor; and the reason of a failure, with which there is
+            no sum and the connection is closed.
+        """
+        sums: list[Tensor] = []
+        numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        if problem is None:
+            try:
+                sums = self.link.sum(self._now, self._contributors.summed(self._now), [*tensors, numbers])
+            except FAILURES as error:
+                problem = reason(error)
+        if problem is not None:
+            self.link.close()  # before the meeting, to which all come: others may still wait for this rank's part
+        return sums, problem
+
     def share(self, numbers: Sequence[float]) -> list[float]:
         """Return the contributors' sums of numbers, which their backward passes need. Collective as ``sum``.
 
         If a replica is lost meanwhile, the gradients are computed again with the sums of those that are left.
         """
-        self.phase = replace(self.phase, weighs=True)
+        self._rounds.phase = replace(self.phase, weighs=True)
         own = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
         try:
             (summed,) = self.link.sum(self._now, self._contributors.summed(self._now), [own])
@@ -378,7 +398,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def _take(self, round_: Round, decision: Decision, seconds: float) -> None:
         """Take the step: record it, and enter the next round, or leave the run. Collective over the round."""
-        planned, counted = self._planned(round_), self._contributors.summed(round_)
+        planned, counted = self._rounds.planned(round_), self._contributors.summed(round_)
         if self.name in planned and self.record.is_new:
             self.record.lose("joining", self._began - self._made)
         self.record.add_step(round_, planned, counted, decision, seconds)
@@ -387,12 +407,12 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self.sharded.adopt()
         if self.name in decision.left or not decision.next.members:
             hands_over = self.sharded is not None and bool(decision.next.members)
-            self.phase = self.phase.ended(hands_over)
+            self._rounds.phase = self.phase.ended(hands_over)
             if self.sharded is None or hands_over:
                 self.link.close()
         else:
             before = time.monotonic()
-            self._enter(decision.next, decision.keeps)
+            self._get_state(self._rounds.follow(decision))
             self.record.lose("joining" if decision.next.newcomers else "again", time.monotonic() - before)
 
     def _count(self, counted: Sequence[str]) -> None:
@@ -401,11 +421,19 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._engine.add_samples((len(counted) - 1) * self._engine.batch.train)
 
     def _follow(self, decision: Decision) -> None:
-        """Enter the next round after an attempt that failed, as a newcomer if the others went on. Collective."""
-        if not self._accept(decision):
-            self._join()
-            if self._now.fresh:
-                raise RuntimeError("every replica with the state of the run is lost, and the run starts again")
+        """Enter the next round after an attempt that failed, as a newcomer if the others went on. Collective.
+
+        Raises:
+            RuntimeError: all others have lost the state of the run, which starts again.
+        """
+        outcome = self._rounds.follow(decision)
+        cut_off = outcome is Outcome.CUT_OFF
+        if cut_off:
+            self._made = time.monotonic()
+            outcome = self._rounds.join(self._steps_taken)
+        self._get_state(outcome)
+        if cut_off and outcome is Outcome.STARTED:
+            raise RuntimeError("every replica with the state of the run is lost, and the run starts again")
 
     # ------------------------------------------------------------------------------------------ ZeRO over replicas
 
@@ -425,8 +453,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._make_ready()
         elif self.phase.standing is Standing.LEFT and self.link.group is not None:
             group, members = self._now.group, self._now.members
+            cut = self.sharded.of(self._rounds.planned(self._now))
             try:
-                self.sharded.gather_weights(self.link.group, group, self._cut(self._planned(self._now)), members)
+                self.sharded.gather_weights(self.link.group, group, cut, members)
                 self.sharded.gather_whole(self.link.group, group, members, members)
             except FAILURES as error:
                 raise RuntimeError(
@@ -439,8 +468,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
         before, failed = time.monotonic(), False
         while (problem := self._make_ready_once()) is not None:
             failed = True
-            reports, _ = self._meet(problem, 0.0)
-            self._follow(self._contributors.decide(reports))
+            decision, _ = self._meet(problem, 0.0)
+            self._follow(decision)
         if failed:
             self.record.lose("again", time.monotonic() - before)
 
@@ -451,36 +480,14 @@ class FaultTolerantReplicas(SynchronousReplicas):
             return None
         problem = None
         try:
-            before, after = self._cut(round_.owners), self._cut(self._planned(round_))
+            before, after = self.sharded.of(round_.owners), self.sharded.of(self._rounds.planned(round_))
             self.sharded.prepare(self.link.opened(), round_.group, before, round_.keepers, after)
         except FAILURES as error:
             problem = reason(error)
         failure = self._agreed_failure(problem)
         if failure is None:
-            self.phase = replace(self.phase, ready=round_.number)
+            self._rounds.phase = replace(self.phase, ready=round_.number)
         return failure
-
-    def _cut(self, names: Sequence[str]) -> ShardCut:
-        return ShardCut(tuple(names), self.options.copies)
-
-    def _require_state(self, round_: Round) -> None:
-        """Check that each part of the optimizer state has a holder.
-
-        Raises:
-            RuntimeError: all holders of a part are lost.
-        """
-        holders_of = ((self._cut(round_.owners), round_.keepers), (self._cut(self._planned(round_)), round_.members))
-        for cut, present in holders_of:
-            if round_.fresh or not (lost := cut.lost(present)):
-                continue
-            holders = sorted({name for part in lost for name in cut.holders(part)})
-            folder = self._engine.options.checkpoint.folder
-            what = f"in {folder}" if folder else "that you saved (set <checkpoint.folder>, <checkpoint.every>)"
-            raise RuntimeError(
-                f"step {round_.step}: {len(lost)} of {len(cut.names)} parts of the optimizer state are lost with "
-                f"replicas {', '.join(holders)}, which held them and their copies (fault_tolerance.copies="
-                f"{cut.copies}): start the run again from its last checkpoint, {what}, or give more copies"
-            )
 
     # ------------------------------------------------------------------------------------------ rounds
 
@@ -491,119 +498,46 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     @property
     def _now(self) -> Round:
-        assert self.phase.round is not None  # the caller is in a step
-        return self.phase.round
+        return self._rounds.now
 
-    def _planned(self, round_: Round) -> tuple[str, ...]:
-        """Return the replicas that take shares in a round's step, in their order."""
-        return self._contributors.planned(self.phase, round_)
-
-    def _meet(self, problem: str | None, seconds: float) -> tuple[list[Report], bool]:
-        """Meet the other replicas; return the reports, and True if all ranks of this replica have the sum. Collective.
+    def _meet(self, problem: str | None, seconds: float) -> tuple[Decision, bool]:
+        """Meet the other replicas. Collective.
 
         Args:
             problem: the reason for which this rank has no sum; None if it has one.
             seconds: time from the begin of the step to the gradients.
+
+        Returns:
+            The decision, and True if the step is taken with the sum that all ranks of this replica have.
         """
         by_hand = self._engine.data_axis.used.by_hand
-        told = self.grid.world.all_gather_json([problem, self.leaving, self.phase.weighs, by_hand])
+        told = self.grid.world.all_gather_json([problem, self._rounds.leaving, self.phase.weighs, by_hand])
         summed = all(failure is None for failure, *_ in told)
-        self.leaving = any(leaving for _, leaving, *_ in told)
+        leaving = self._rounds.leaving = any(leaving for _, leaving, *_ in told)
         weighs = any(weighs for *_, weighs, _ in told)
-        self.phase = replace(self.phase, announced=self.leaving, weighs=weighs)
+        self._rounds.phase = replace(self.phase, announced=leaving, weighs=weighs)
         if any(by_hand for *_, by_hand in told):
             raise AgreedError(
                 "a weight or a gradient was written by hand, and fault_tolerance does not give that to its replicas: "
                 "leave it to the loss, or leave fault_tolerance out"
             )
-        return self._reports(summed, seconds), summed
+        decision = self._rounds.meet(self._steps_taken, summed, seconds)
+        taken = decision.committed is not None and summed and decision.next.number == self._now.number + 1
+        return decision, taken
 
-    def _reports(self, summed: bool = False, seconds: float = 0.0) -> list[Report]:
-        """Return the reports of a meeting on every rank. Collective."""
-        plain: list[Any] = []
-        failure = None
-        if self._client is not None:
-            report = self._report(summed, seconds)
-            try:
-                plain = [other.plain() for other in self._client.meet(report)]
-            except RuntimeError as error:
-                failure = str(error)
-        plain, failure = self.grid.world.all_gather_json([plain, failure])[0]
-        if failure is not None:
-            raise RuntimeError(failure)
-        return [Report.of(report) for report in plain]
+    # ------------------------------------------------------------------------------------------ state
 
-    def _report(self, summed: bool, seconds: float) -> Report:
-        """Return the report of this replica; one without a state reports no round that the others could rely on."""
-        round_, stateless = self.phase.round, self.phase.stateless
-        report = Report(
-            self.name,
-            -1 if stateless else self._steps_taken,
-            summed=summed,
-            leaving=self.leaving,
-            settings=self._settings,
-            process=self._process,
-            seconds=seconds,
-        )
-        if round_ is not None:
-            report = replace(report, members=round_.members, contributors=self._contributors.summed(round_))
-            report = replace(report, owners=round_.owners, keepers=round_.keepers)
-        if round_ is None or stateless:
-            return report
-        # A round of the next step is entered before the engine has counted the last one.
-        return replace(report, step=round_.step, round=round_.number, planned=self._planned(round_))
-
-    def _join(self) -> None:
-        """Meet the others without a state, until this replica is in a round. Collective."""
-        self.link.close()
-        holds_parts = self.sharded is not None and self.sharded.cut is not None  # of a step that is gone
-        if self.sharded is not None and holds_parts:
-            self.sharded.forget()
-        if self.phase.round is not None:  # it was cut off, or stopped
-            self._made = time.monotonic()
-        self.phase = self.phase.cut_off(holds_parts)
-        while True:
-            decision = self._contributors.decide(self._reports())
-            if self._accept(decision):
-                return
-
-    def _accept(self, decision: Decision) -> bool:
-        """Enter the next round if this replica is in it; return False if it is not. Collective."""
-        following = decision.next
-        present = self.phase.round
-        laggard = present is not None and present.number != following.number - 1
-        if laggard and self.grid.rank == 0:
-            text = "the others have gone on without replica %s since %s %d: it gets their state, and joins again"
-            _LOG.warning(text, self.name, self.unit, self._now.step)
-        if self.name not in following.group or (laggard and self.name not in following.newcomers):
-            return False
-        self._enter(following, False)
-        return True
-
-    def _enter(self, round_: Round, keeps: bool) -> None:
-        """Enter a round, and make its group. Collective over the round.
-
-        Args:
-            round_: the round.
-            keeps: all ranks of the round have used the present group to its end: it is kept, if the replicas are equal.
-        """
-        before = self.phase.round
-        same = keeps and before is not None and self.link.group is not None and before.group == round_.group
-        self.phase = self.phase.entered(round_, self.name)
-        if self.sharded is not None:
-            self._require_state(round_)
-        if not same:
-            self.link.open(round_)
-        if round_.fresh:
+    def _get_state(self, outcome: Outcome) -> None:
+        """Get the state of the run where the present round gives it to this replica. Collective over the round."""
+        round_ = self._now
+        if outcome is Outcome.STARTED:
             if round_.donor == self.name:
                 self.ledger.members = ()  # of a run that starts again from a checkpoint, which the history records
             self._share_state(round_)
-        elif self.name in round_.newcomers:
+        elif outcome is Outcome.NEWCOMER:
             if self.sharded is not None:
                 self.sharded.forget()
             self._receive(round_.donor)
-
-    # ------------------------------------------------------------------------------------------ state
 
     def _share_state(self, round_: Round) -> None:
         """Give all replicas the first one's state before the first step. Collective over the round."""
@@ -649,10 +583,13 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if not self._transfers.receives:
             return "this replica has no state" if self.phase.stateless else None
         state = self._transfers.received()
-        if any(self.grid.world.all_gather_json(isinstance(state, str))) or isinstance(state, str):
-            return state if isinstance(state, str) else "another rank of this replica did not get its state"
+        any_failed = any(self.grid.world.all_gather_json(isinstance(state, str)))
+        if isinstance(state, str):
+            return state
+        if any_failed:
+            return "another rank of this replica did not get its state"
         self._load(*state)
-        self.phase = self.phase.loaded()
+        self._rounds.phase = self.phase.loaded()
         for observer in self._engine.observers:
             observer.joined(self._engine.client_state or {})
         self.record.write_history()
@@ -666,9 +603,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._client.close()
 
 
-def _ask_to_leave(replicas: weakref.ref[FaultTolerantReplicas]) -> None:
+def _ask_to_leave(rounds: weakref.ref[Rounds]) -> None:
     """Let a replica leave after its present step, if it is still there."""
-    if (present := replicas()) is not None:
+    if (present := rounds()) is not None:
         present.leaving = True
 
 

@@ -20,6 +20,7 @@ layer_time.py        LayerTimer: seconds of one microbatch in one layer, term by
 pass_time.py         PassTime, RankTime: seconds of the passes of layers, and of a pipe rank
 zero_time.py         ZeroTime: seconds of the data axis and of the optimizer
 schedule_time.py     ScheduleTime: seconds of a schedule by simulation; schedules with options
+option_step.py       OptionStep: a step whose schedule has options, and what hides which collective
 cores.py             seconds of a schedule whose ranks share the cores of one machine
 core_step.py         CoreStep: a step on such ranks
 cost.py              CostModel: seconds of a step on a layout, by kind

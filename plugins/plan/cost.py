@@ -5,6 +5,7 @@
                       RankTime    all layers of a pipe rank, with its messages      pipe
     zero_time.py      ZeroTime    collectives and optimizer                         data, optimizer, offload
     schedule_time.py  ScheduleTime   simulated schedules                            bubble
+    option_step.py    OptionStep     schedules with options                         tensor, expert, recompute, bubble
     core_step.py      CoreStep    all of it where ranks share cores                 cores
 
 A step consists of the passes of the busiest pipe rank, the bubble of the schedule, messages between stages, the data
@@ -30,17 +31,17 @@ from typing import NamedTuple
 from ...base.formulas import model_states
 from ...options.schedule import ScheduleOptions
 from ...pipe.program.layer_costs import LayerCost, LayerCosts
-from ...pipe.program.schedule import Schedule
 from ...pipe.schedules.registry import RECIPES
 from .cached import cached_method
 from .collectives import message
 from .core_step import CoreStep
 from .device_time import DeviceTime
-from .layer_time import LayerTime, LayerTimer, TensorTime, TimeSplit
+from .layer_time import LayerTime, LayerTimer, TimeSplit
 from .memory import ModelMemory
+from .option_step import OptionStep, pass_costs
 from .parallel_layout import UNCHANGED, ParallelLayout
 from .pass_time import PassTime, RankTime, busiest
-from .schedule_time import PassCosts, ScheduleTime
+from .schedule_time import ScheduleTime
 from .work import Work
 from .zero_time import ZeroTime
 
@@ -143,7 +144,7 @@ class CostModel:
         if self.work.speeds:
             kinds["bubble"] = max(0.0, self.schedules.makespan(layout, m, ranks) - m * rank.busy)
         elif layout.changes != UNCHANGED or (p > 1 and layout.hides_collectives):
-            self._add_options(layout, m, rank, kinds)
+            kinds = self._option_step(layout, rank).kinds(kinds)
         elif p > 1 and self.has_closed_form(layout, m, rank):
             kinds["bubble"] = sum(other.idle(layout) * other.count for other in ranks) - rank.idle(layout)
         elif p > 1:
@@ -235,43 +236,17 @@ class CostModel:
 
     # ----------------------------------------------------------------------------------- schedules with options
 
-    def _add_options(self, layout: ParallelLayout, m: int, rank: RankTime, kinds: dict[str, float]) -> None:
-        """Set the times of a step by kind that the options of a layout's schedule change: all by simulation."""
-        costs = self._pass_costs(layout, rank)
-        whole, idle = self.schedules.makespan_and_idle(layout, m, costs)
-        if layout.hides_collectives:
-            waits = kinds["tensor"] + kinds["expert"]
-            shown = whole - idle - (sum(kinds.values()) - waits)  # a busy rank's seconds beyond its products
-            for kind in ("tensor", "expert"):
-                kinds[kind] *= max(0.0, shown) / waits if waits else 0.0
-        if layout.recompute_ops:
-            made = self._schedule(layout, costs)
-            again = max(sum(op.kind == "C" for op in order) for order in made.orders) / made.microbatches / made.chunks
-            kinds["recompute"] += m * again * rank.forward
-        kinds["bubble"] = whole - sum(kinds.values())
-        if kinds["bubble"] < 0:  # a long schedule recomputes a smaller share than the short one
-            kinds["recompute"], kinds["bubble"] = max(0.0, kinds["recompute"] + kinds["bubble"]), 0.0
+    def option_step(self, layout: ParallelLayout) -> OptionStep:
+        """Return the step of a layout whose schedule has options."""
+        return self._option_step(layout, busiest(self.rank_times(layout)))
 
-    def _pass_costs(self, layout: ParallelLayout, rank: RankTime) -> PassCosts:
-        """Return the costs of a rank's passes for a schedule with options, of whole microbatches."""
-        n, split = layout.slices, RECIPES[layout.schedule].split
-        tensor, expert = TensorTime(), 0.0  # collectives that may hide
-        for kind, count in enumerate(rank.counts if layout.hides_collectives else ()):
-            time = self.layer(kind, layout)
-            tensor = TensorTime(*(sum_ + count * seconds for sum_, seconds in zip(tensor, time.tensor, strict=True)))
-            expert += count * time.expert.forward
-        attention = rank.kinds["attention"] / (rank.forward + rank.inputs)
-        return PassCosts(
-            forward=n * (rank.forward - tensor.forward - expert),
-            inputs=n * (rank.inputs - tensor.backward - split * tensor.split_inputs - expert),
-            weights=n * (rank.weights - split * tensor.split_weights),
-            copy=self._copied(layout, rank) / self.machine.host_bandwidth if layout.offload_activations else 0.0,
-            reduce=n * (tensor.forward + tensor.backward + tensor.split_inputs) / 2,
-            exchange=n * expert,
-            attention=min(1.0, attention) if n > 1 else 0.0,
-        )
+    def _option_step(self, layout: ParallelLayout, rank: RankTime) -> OptionStep:
+        layers = [self.layer(kind, layout) for kind in range(len(self.types))]
+        copy = self._activations(layout, rank) / self.machine.host_bandwidth if layout.offload_activations else 0.0
+        costs = pass_costs(layout, rank, layers, copy)
+        return OptionStep(self.schedules, layout, self.work.batch, rank, costs)
 
-    def _copied(self, layout: ParallelLayout, rank: RankTime) -> float:
+    def _activations(self, layout: ParallelLayout, rank: RankTime) -> float:
         """Return the bytes of a rank's activations of a microbatch."""
         tokens, sequence = layout.microbatch * self.work.sequence / layout.context, self.work.sequence
         return sum(
@@ -280,45 +255,11 @@ class CostModel:
             if count
         )
 
-    def _busiest_costs(self, layout: ParallelLayout) -> PassCosts:
-        return self._pass_costs(layout, busiest(self.rank_times(layout)))
-
     def schedule_options(self, layout: ParallelLayout) -> ScheduleOptions:
         """Return the options of a layout's schedule, as a run has them."""
         if layout.changes == UNCHANGED:
             return ScheduleOptions(name=layout.schedule, chunks=layout.chunks)
-        return self._busiest_costs(layout).options(layout)
-
-    def schedule(self, layout: ParallelLayout, microbatches: int | None = None) -> Schedule:
-        """Return the schedule that a run of a layout makes; None: of as many microbatches as have the same peaks."""
-        return self._schedule(layout, self._busiest_costs(layout), microbatches)
-
-    def _schedule(self, layout: ParallelLayout, costs: PassCosts, microbatches: int | None = None) -> Schedule:
-        m, p = layout.microbatches(self.work.batch), layout.pipe
-        steady = m if m <= 5 * p else 4 * p + m % p
-        return self.schedules.schedule(layout, costs.options(layout), steady if microbatches is None else microbatches)
-
-    def least(self, layout: ParallelLayout) -> float:
-        """Return a lower bound of ``passes``, without a simulation, of a layout with options of its schedule.
-
-        The last rank waits for the first forward pass to come through the other ranks, and in 1f1b and interleaved
-        these wait for its last gradient; slices take equally long. A rank that recomputes runs that share of its
-        forward passes again, at best while it would wait. Of stp it is 0.99 of the paper's formula.
-        """
-        m, costs, recipe = layout.microbatches(self.work.batch), self._busiest_costs(layout), RECIPES[layout.schedule]
-        products, forward = costs.products, costs.forward
-        if recipe.idle_in_pairs is not None:
-            idle = recipe.idle_in_pairs(forward, costs.inputs, costs.weights, costs.reduce, layout.pipe)
-            return m * products + 0.99 * idle
-        whole = recipe.closed is not None and not recipe.split
-        waits = (layout.pipe - 1) * (products if whole else forward) / (layout.chunks * layout.slices)
-        again = max(0.0, layout.recompute_ops - 1 / m) * forward
-        return max(m * products + 0.99 * waits, m * (products + again))  # the slices' lengths are rounded
-
-    def copies(self, layout: ParallelLayout) -> float:
-        """Return the seconds of the copies that a layout offloads and reloads, over those of the passes."""
-        costs = self._busiest_costs(layout)
-        return layout.offload_activations * 2 * costs.copy / costs.products
+        return self.option_step(layout).options
 
     # ------------------------------------------------------------------------------------------------- others
 

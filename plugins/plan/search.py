@@ -294,7 +294,7 @@ class Searcher:
         """
         if self.asked != UNCHANGED or not any(layout.changes[2:]):
             return False
-        slow = bool(layout.offload_activations) and self.model.copies(layout) > 1
+        slow = bool(layout.offload_activations) and self.model.option_step(layout).copies > 1
         return slow or self._fullest(without_changes(layout))[1]
 
     def _layout(
@@ -467,7 +467,7 @@ class Searcher:
         if not self.limits and layout.changes == UNCHANGED:
             peak = self.memory.peak(layout, self.work.batch, self.work.sequence)
             return peak, peak.total <= self.limit
-        made = None if layout.changes == UNCHANGED else self.model.schedule(layout)
+        made = None if layout.changes == UNCHANGED else self.model.option_step(layout).schedule()
         ranks = self.memory.ranks(layout, self.work.batch, self.work.sequence, made)
         limits = self.limits or (self.limit,) * len(ranks)
         pairs = [(each.total / limit, each) for each, limit in zip(ranks, limits, strict=True)]
@@ -553,7 +553,7 @@ class Searcher:
                     excluded[self.MEMORY] += 1
                     continue
                 made = self._layout(layout, *change[:2], zero, offload, recompute, change.values)
-                shortest = self.model.least(made)
+                shortest = self.model.option_step(made).least()
                 if any(made.changes[2:]):  # they make no step shorter
                     shortest = max(shortest, self.model.passes(without_changes(made)))
                 if shortest * _JUST_BELOW > worst:

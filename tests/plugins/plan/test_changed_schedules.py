@@ -71,7 +71,7 @@ def test_a_plan_has_the_schedule_and_time_of_its_run(
     assert done.exit_code == 0, done.output or done.exception
     job = resolve(read_training_file("run.yaml")[0])
     layout, model = layout_of(change), CostModel(work())
-    made = model.schedule(layout, microbatches=12)
+    made = model.option_step(layout).schedule(microbatches=12)
     assert (job.schedule.orders, job.schedule.pairs) == (made.orders, made.pairs)
     assert job.schedule.slices == pytest.approx(made.slices)
     assert made.pairs or made.recomputes or made.offloads or len(made.slices) > 1
@@ -148,7 +148,7 @@ def held(schedule: Schedule, rank: int, stage_bytes: list[float], inputs: float)
 @pytest.mark.parametrize("change", [each for each in CHANGED if "recompute_ops" in each])
 def test_memory_of_recomputation_is_that_of_a_replay(change: dict[str, Any]) -> None:
     layout, model = layout_of(change), CostModel(work())
-    made = model.schedule(layout)
+    made = model.option_step(layout).schedule()
     memory, plain = model.memory, replace(layout, recompute_ops=0.0)
     cuts = memory.cuts(made.stages)
     stages = [
@@ -170,7 +170,7 @@ def test_slices_hold_the_papers_share_and_one_buffer_of_keys() -> None:
     """Seq1F1B: 1 + (p-1)/n sequences of activations in place of p; keys and values of those under way stay whole."""
     layout, model = layout_of({"slices": 8}, pipe=4, tensor=1), CostModel(work())
     whole = model.memory.ranks(replace(layout, slices=1), 12, 8192)[0].activations
-    sliced = model.memory.ranks(layout, 12, 8192, model.schedule(layout))[0].activations
+    sliced = model.memory.ranks(layout, 12, 8192, model.option_step(layout).schedule())[0].activations
     blocks = model.memory.cuts(4)[1] - 1
     keys = 8192 * 2 * 8 * 128 * blocks  # elements of a sequence
     beside = 2 * 2 * keys + 4 * keys * (1 + 1 / blocks)  # of two sequences; gradients of one, and of one layer
@@ -181,7 +181,7 @@ def test_slices_hold_the_papers_share_and_one_buffer_of_keys() -> None:
 def test_a_long_schedule_has_the_peaks_and_the_time_of_short_ones(change: dict[str, Any]) -> None:
     layout, m = layout_of(change), 42
     model = CostModel(work(m))
-    short, whole = model.schedule(layout), model.schedule(layout, microbatches=m)
+    short, whole = model.option_step(layout).schedule(), model.option_step(layout).schedule(microbatches=m)
     assert short.microbatches < m
     assert peak_activations(short) == pytest.approx(peak_activations(whole), rel=0.02)
     step = model.step(layout)
