@@ -55,7 +55,7 @@ from .membership import History, Ledger
 from .peer_state import capture_here, load_here
 from .phase import Phase, Standing
 from .round_link import RoundLink
-from .rounds import Outcome, Rounds
+from .rounds import RoundOutcome, Rounds
 from .run_record import ReplicaRecord
 from .sharded_state import ReplicaShards
 from .state_transfers import FAILURES, StateTransfers, reason
@@ -427,12 +427,12 @@ class FaultTolerantReplicas(SynchronousReplicas):
             RuntimeError: all others have lost the state of the run, which starts again.
         """
         outcome = self._rounds.follow(decision)
-        cut_off = outcome is Outcome.CUT_OFF
+        cut_off = outcome is RoundOutcome.CUT_OFF
         if cut_off:
             self._made = time.monotonic()
             outcome = self._rounds.join(self._steps_taken)
         self._get_state(outcome)
-        if cut_off and outcome is Outcome.STARTED:
+        if cut_off and outcome is RoundOutcome.STARTED:
             raise RuntimeError("every replica with the state of the run is lost, and the run starts again")
 
     # ------------------------------------------------------------------------------------------ ZeRO over replicas
@@ -527,14 +527,14 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     # ------------------------------------------------------------------------------------------ state
 
-    def _get_state(self, outcome: Outcome) -> None:
+    def _get_state(self, outcome: RoundOutcome) -> None:
         """Get the state of the run where the present round gives it to this replica. Collective over the round."""
         round_ = self._now
-        if outcome is Outcome.STARTED:
+        if outcome is RoundOutcome.STARTED:
             if round_.donor == self.name:
                 self.ledger.members = ()  # of a run that starts again from a checkpoint, which the history records
             self._share_state(round_)
-        elif outcome is Outcome.NEWCOMER:
+        elif outcome is RoundOutcome.NEWCOMER:
             if self.sharded is not None:
                 self.sharded.forget()
             self._receive(round_.donor)

@@ -5,7 +5,7 @@
     join      without a round: meets and follows, until a round has this replica
 
 The phase is this replica's own; its moves are those of the table in phase.py. What is sent within a round is not here:
-the caller sums, and gets the state that an ``Outcome`` announces.
+the caller sums, and gets the state that an ``RoundOutcome`` announces.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .sharded_state import ReplicaShards
 _LOG = logging.getLogger("triax")
 
 
-class Outcome(Enum):
+class RoundOutcome(Enum):
     """Result of following a decision.
 
     STARTED    first round of a run: all get the state of the donor before its step
@@ -125,7 +125,7 @@ class Rounds:
 
     # ------------------------------------------------------------------------------------------ the next round
 
-    def follow(self, decision: Decision) -> Outcome:
+    def follow(self, decision: Decision) -> RoundOutcome:
         """Enter the next round of a decision, and make its group, if this replica is in it. Collective over the round.
 
         Raises:
@@ -137,7 +137,7 @@ class Rounds:
             text = "the others have gone on without replica %s since %s %d: it gets their state, and joins again"
             _LOG.warning(text, name, self._unit, self.now.step)
         if name not in following.group or (laggard and name not in following.newcomers):
-            return Outcome.CUT_OFF
+            return RoundOutcome.CUT_OFF
         self.phase = self.phase.entered(following, name)
         if self._sharded is not None:
             self._require_state(self._sharded, following)
@@ -145,10 +145,10 @@ class Rounds:
         if not (decision.keeps and same and self._link.group is not None):
             self._link.open(following)
         if following.fresh:
-            return Outcome.STARTED
-        return Outcome.NEWCOMER if name in following.newcomers else Outcome.ENTERED
+            return RoundOutcome.STARTED
+        return RoundOutcome.NEWCOMER if name in following.newcomers else RoundOutcome.ENTERED
 
-    def join(self, steps: int) -> Outcome:
+    def join(self, steps: int) -> RoundOutcome:
         """Meet the others without a state, until this replica is in a round. Collective.
 
         Args:
@@ -159,7 +159,7 @@ class Rounds:
         if self._sharded is not None and holds_parts:
             self._sharded.forget()
         self.phase = self.phase.cut_off(holds_parts)
-        while (outcome := self.follow(self.meet(steps))) is Outcome.CUT_OFF:
+        while (outcome := self.follow(self.meet(steps))) is RoundOutcome.CUT_OFF:
             pass
         return outcome
 
