@@ -25,7 +25,7 @@ BUDGET = {
     "models": 7634,
     "pipe": 7559,
     "compat": 7007,
-    "zero": 5525,
+    "zero": 5534,
     "grid": 4830,
     "train": 4289,
     "cli": 3443,

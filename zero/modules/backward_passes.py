@@ -337,6 +337,7 @@ class BackwardPasses:
         if self._units is not None:
             self._units.end_backward()
         if not self._had_gradient:
+            self.data_axis.reducer.end_pass(False)
             return
         assert self._running is not None
         running, self._running, self._had_gradient = self._running, None, False
