@@ -32,7 +32,7 @@ class Branches(nn.Module):
         return torch.stack(outputs).sum(0)
 
 
-def loop(stage: int, precision: str | None, uses: tuple[str, ...]) -> list[str]:
+def loop(stage: Any, precision: str | None, uses: tuple[str, ...]) -> list[str]:
     """Return the names of weights that are not those of plain PyTorch after a step."""
     grid, model, plain = triax.Grid(timeout=60), Branches(), Branches()
     batch = triax.Batch(microbatch=2, microbatches=len(uses))
