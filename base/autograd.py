@@ -55,22 +55,22 @@ class OutermostBackward:
     hook outside of the checkpoint: on an output of the model, or on the loss.
 
     Args:
-        begin: method that the first ``enter`` of a pass calls. Its object is not kept alive.
+        begin: method that the first ``enter`` of a pass calls, with its arguments. Its object is not kept alive.
         end: method that is called when the pass has ended, and not if it failed. Its object is not kept alive.
     """
 
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    def __init__(self, begin: Callable[..., None], end: Callable[[], None]) -> None:
         self._begin, self._end = WeakMethod(begin), WeakMethod(end)
         self._callback: ref[_Callback] | None = None  # torch holds it until the pass has ended or failed
 
-    def enter(self) -> None:
-        """Begin, if none runs, the backward pass from which this is called."""
+    def enter(self, *arguments: Any) -> None:
+        """Begin, if none runs, the backward pass from which this is called; ``arguments`` are those of ``begin``."""
         if self._callback is None or self._callback() is None:
             callback = _Callback(self._leave)
             call_after_backward(callback)
             self._callback = ref(callback)
             if (begin := self._begin()) is not None:
-                begin()
+                begin(*arguments)
 
     def _leave(self) -> None:
         try:

@@ -302,12 +302,12 @@ class ModuleEngine(Engine):
             raise AgreedError(
                 "step() was called inside no_sync(), where gradients are not reduced: call it after the with block"
             )
-        if passes.stepped or passes.count == passes.seen:
+        if passes.stepped or not passes.new:
             raise AgreedError(
                 "step() without a backward pass: call engine.backward(loss), or loss.backward(), before each step()"
             )
         self._require_one_loss()
-        by_user = passes.count - passes.seen - self._calls.backwards
+        by_user = passes.new - self._calls.backwards
         if by_user > 0:
             share_of_mean(torch.zeros(()), self.grid.context, "loss.backward()")
         if self._calls.lacks_scale(by_user, self.loss_scaler is not None):
@@ -325,7 +325,7 @@ class ModuleEngine(Engine):
             self._samples_before -= missing * self.batch.micro * self.grid.replicas
         # These passes reduce gradients, each by collectives of its own.
         reduces = self.options.batch.counted and self.data_axis.exchange is None
-        passes = self.backward_passes.count - self.backward_passes.seen if reduces else 1
+        passes = self.backward_passes.new if reduces else 1
         enter_call(self.grid, "step" if passes == 1 else f"step after {passes} backward passes", ends=self._call_order)
         self.microbatch = -1
         with torch.no_grad(), self.accounts.counting(), self.replicas.stepping() as grid:
@@ -339,15 +339,14 @@ class ModuleEngine(Engine):
             self._sent_before = None
             self.accounts.end()
         self.microbatch += 1
-        self.backward_passes.seen = self.backward_passes.count
-        self.backward_passes.origins.clear()
+        self.backward_passes.end_microbatch()
         self.micro_steps += 1
         self._calls = MicrobatchCalls()
         self._mark_last()
 
     def _warn_of_late_step(self) -> None:
         """Warn once if step() ends one microbatch after the passes of a whole step, as in a DDP loop."""
-        passes, microbatches = self.backward_passes.count - self.backward_passes.seen, self.batch.accumulation
+        passes, microbatches = self.backward_passes.new, self.batch.accumulation
         counts = self.options.batch.counted and self._user_boundary is None
         late = counts and 1 < microbatches == passes == self._calls.forwards
         if self._warned_of_late_step or not late:
@@ -408,7 +407,7 @@ class ModuleEngine(Engine):
             )
         if not passes.reduced or self.data_axis.stepped:
             problem = None
-            if passes.stepped or passes.count == passes.seen:
+            if passes.stepped or not passes.new:
                 problem = "no backward pass has run since the last engine.step(): do it between the two"
             elif self.in_no_sync:
                 problem = "within no_sync() gradients are not reduced: do it after the with block"
@@ -439,7 +438,7 @@ class ModuleEngine(Engine):
         replicas = grid.data.size * self.replicas.contributing
         weight, value = replicas * self.batch.accumulation, total.loss / replicas if losses.values else None
         loss = torch.tensor(math.nan if value is None else value, dtype=torch.float64)
-        self.backward_passes.stepped = True  # also if the step is left out
+        self.backward_passes.mark_stepped()  # also if the step is left out
         self._scales.steps += 1
         by_microbatch = {index: (term,) for index, term in enumerate(losses.values)}
         taken = self.optimizer_step.decide(grid, value, weight, by_microbatch, self.observers)

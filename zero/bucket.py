@@ -159,9 +159,10 @@ class Bucket(FlatWeights, ABC):
             self.discard(parameter, "drop")
 
     def end_pass(self, everything: bool) -> None:
-        """Take gradients without a hook, after a backward pass: dropped before it, or ``everything``."""
+        """End what ``begin_pass`` began; take gradients without a hook: dropped before the pass, or ``everything``."""
         for parameter in [m.parameter for m in self.members] if everything else self.shown.having(DROPPED):
             self.take_gradient(parameter)
+        self.shown.end_pass()
 
     def replaced(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Yield parameters whose ``.grad`` user code has replaced after the last backward pass, and what it is now."""

@@ -166,7 +166,7 @@ class GradientReducer:
             bucket.begin_pass(self.settle, first)
 
     def end_pass(self, everything: bool) -> None:
-        """Take gradients without a hook, after a backward pass: dropped before it, or ``everything``."""
+        """End what ``begin_pass`` began; take gradients without a hook: dropped before the pass, or ``everything``."""
         for bucket in self._buckets:
             bucket.end_pass(everything)
 

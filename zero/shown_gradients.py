@@ -91,6 +91,7 @@ class ShownGradients:
         self._discarded: set[int] = set()  # parameters whose gradient user code has zeroed or dropped in this step
         self._hidden: dict[int, HiddenGradient] = {}  # made once for each parameter
         self._hides = False  # all gradients are hidden, from their reduction to the next backward pass
+        self._makes_room = False  # the running backward pass began with None in place of hidden gradients
 
     @property
     def access(self) -> GradientReader | None:
@@ -175,7 +176,7 @@ class ShownGradients:
             parameter, gradient = member.parameter, member.parameter.grad
             if isinstance(gradient, HiddenGradient):
                 if gradient.added is None:
-                    parameter.grad = None
+                    parameter.grad, self._makes_room = None, True
                     if self._direct and buffer is not None and parameter not in buffer.empty:
                         self._set(parameter, buffer, access)
             elif isinstance(gradient, GuardedGradient) or not self._is_shown(parameter):
@@ -189,6 +190,14 @@ class ShownGradients:
                 )
         self._states = {number: TRANSITIONS["pass"][state] for number, state in self._states.items()}
         return unset
+
+    def end_pass(self) -> None:
+        """Hide those gradients again to which the backward pass has not added: user code has not set them to None."""
+        if self._makes_room:
+            self._makes_room = False
+            for member in self._members:
+                if self.is_unset(member.parameter):
+                    self.put_back(member.parameter, None)
 
     def is_unset(self, parameter: Tensor) -> bool:
         """Return True if user code has set ``.grad`` to None, of a gradient that was shown."""

@@ -3,6 +3,7 @@
 sharded_optimizer.py: ``ShardedOptimizer``, the optimizer of a plain loop
 module_optimizer.py: its base, also of the engine's optimizer: parameter groups, state dict
 backward_passes.py: gradient hooks: backward passes of a step, and the reductions within them
+step_state.py: how far a step is: its last backward pass has begun, its gradients are reduced, it is taken
 units.py: stage 3: the submodules that are units, and the parameters that each uses
 unit_weights.py: stage 3: weights of units are gathered as long as a pass uses them
 forward_passes.py: stage 3: forward passes and the order of their units, which backward passes follow

@@ -1,13 +1,23 @@
 """ZeRO in a plain training loop: gradients are reduced over replicas while torch's own backward pass runs.
 
-``ShardedOptimizer`` and the engine of a plain module are built on it.
+``ShardedOptimizer`` and the engine of a plain module are built on it. ``StepState`` tells how far a step is. Within one
+backward pass, with the passes that run within it, methods are called in this order:
+
+autograd                                          calls
+reaches the outputs or the loss                   _reached, which begins the pass: _pass_began
+ends a unit before a parameter has its gradient   _unit_done, which keeps it for later
+gives the first gradient of a parameter           _accumulated, which begins the pass if nothing did before, and counts
+                                                  it: _begin_reductions
+gives another gradient, or ends another unit      _accumulated, or _unit_done, which reduces complete buckets
+has ended                                         _pass_ended; not if an error has ended the pass: then the gradients
+                                                  are incomplete until ``reset``
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,10 +37,26 @@ from ..sharded_init import gather_all, sharded_parameter
 from ..state_dict_guard import guard_state_dict
 from .forward_passes import ForwardPasses
 from .optimizer_arguments import broadcast_parameters, managed_parameters, parameter_names
+from .step_state import LAST_BEGAN, OPEN, REDUCED, REOPENED, STEPPED
 from .unit_backward import UnitBackward
 from .unit_forward import UnitForward
 from .unit_weights import UnitWeights
 from .units import find_units, unit_names, users
+
+
+@dataclass
+class RunningPass:
+    """The outermost backward pass that runs, or has ended.
+
+    Attributes:
+        keeps_graph: it was started with ``create_graph=True``.
+        counted: it has had a gradient, with which its reductions began.
+        early: (unit, runs) of units that ended before the first gradient.
+    """
+
+    keeps_graph: bool = False
+    counted: bool = False
+    early: list[tuple[int, int]] = field(default_factory=list)
 
 
 class BackwardPasses:
@@ -52,12 +78,11 @@ class BackwardPasses:
         access: access of user code to the gradients.
         trained: the parameters that are stepped.
         next_is_last: the next pass is the step's last one; read if ``expected`` is None.
+        state: how far the step is, as in ``StepState``.
         count: backward passes of this step so far.
-        seen: a counter for the caller, which is set to 0 together with ``count``.
-        origin: called when a pass is counted; its results are ``origins``, for the caller. They are those since the
-            caller has last cleared them, without passes whose gradients user code has discarded.
-        reduced: True if all gradients of the step are reduced.
-        stepped: True if the optimizer has stepped with these gradients. Then ``reset`` begins the next step.
+        new: those since ``end_microbatch``.
+        origin: called when a pass is counted.
+        origins: its results since ``end_microbatch``, without passes whose gradients user code has discarded.
 
     Raises:
         ValueError: parameters differ between replicas, or are not on the grid's device.
@@ -130,33 +155,31 @@ class BackwardPasses:
             weights, passes = UnitWeights(cut, self.data_axis.gatherer, keep), ForwardPasses(expected or 1)
             self._units = UnitBackward(weights, passes, self._outermost.enter, self._unit_done)
             UnitForward(weights, passes, self._units)  # the units' methods keep it
-        self._running: AbstractContextManager[None] | None = None  # context of the running backward pass
-        self.count = self.seen = 0
+        self._reductions: ExitStack | None = None  # of the counted pass that runs, or has failed: until reset
+        self._pass = RunningPass()
+        self.next_is_last = False
         self.origin: Callable[[], Any] = lambda: None
         self.origins: list[Any] = []
-        self.next_is_last = self.reduced = self.stepped = False
-        self._last_began = False  # the last pass has begun
-        self._reopened = False  # another pass after it may begin
-        self._first: Tensor | None = None  # the parameter by whose gradient a pass is first seen
-        self._keeps_graph = False  # the running pass was started with create_graph=True
-        self._had_gradient = False  # the running pass has had a gradient
-        self._early: list[tuple[int, int]] = []  # (unit, runs) of units that ended before the first gradient
         self.begin()
 
     def begin(self) -> None:
         """Begin a step, with zero gradients."""
         self.data_axis.begin()
-        self.count = self.seen = 0
-        self.origins = []
-        self.reduced = self.stepped = self._last_began = self._reopened = False
+        self.state, self.count = OPEN, 0
+        self.end_microbatch()
         if self._units is not None:
             self._units.end_step()
 
+    def end_microbatch(self) -> None:
+        """Begin to count new passes, and to collect their origins."""
+        self.new = 0
+        self.origins.clear()
+
     def reset(self) -> None:
         """Begin a step, also after a failed or abandoned one. Collective if gradients are still unreduced."""
-        if self._running is not None:
+        if self._reductions is not None:
             self.data_axis.abandon()  # the last backward pass failed
-            self._running = None
+            self._reductions = None
         elif self.count:
             self.end_reductions()
         self.begin()
@@ -190,20 +213,34 @@ class BackwardPasses:
         self.access.set_aside()
         if self._units is not None:
             self._units.gather_missed(
-                int(not self._last_began) if self._expected is None else self._expected - self.count
+                int(self.state is OPEN) if self._expected is None else self._expected - self.count
             )
-        while not self._last_began:
+        while self.state is OPEN:
             # As many passes as on the other replicas, which may have had gradients in passes where this one had none.
             self._run_empty(self._expected is None or self.count + 1 == self._expected)
         self.data_axis.finish()
         if self._units is not None:
             self._units.end_step()
-        self.reduced = True
+        self.state = REDUCED
+
+    def mark_stepped(self) -> None:
+        """Note that the optimizer has stepped with the reduced gradients. Then ``reset`` begins the next step."""
+        self.state = STEPPED
 
     @property
     def complete(self) -> bool:
         """True if the last backward pass of the step has run."""
-        return self._last_began and self._running is None
+        return self.state is not OPEN and self._reductions is None
+
+    @property
+    def reduced(self) -> bool:
+        """True if all gradients of the step are reduced."""
+        return self.state in (REDUCED, STEPPED)
+
+    @property
+    def stepped(self) -> bool:
+        """True if the optimizer has stepped with the gradients of this step."""
+        return self.state is STEPPED
 
     def run_empty(self) -> None:
         """Count a backward pass in which this replica has no gradient, although other replicas may have gradients.
@@ -246,33 +283,35 @@ class BackwardPasses:
             )
 
     def _require_complete(self) -> None:
-        if self._running is not None:
+        if self._reductions is not None:
             raise RuntimeError(
                 "the last backward pass failed half way, so its gradients are incomplete: call optimizer.zero_grad()"
             )
 
     def _run_empty(self, last: bool, units: UnitBackward | None = None) -> None:
-        self._running = self._open_pass(last)
-        with self._running:
+        with self._count_pass(last):
             if units is not None:
                 units.run_empty()
-        self._running = None
+        self._reductions = None
 
-    def _open_pass(self, last: bool) -> AbstractContextManager[None]:
-        """Count a backward pass, and return the context in which it runs."""
+    def _count_pass(self, last: bool) -> ExitStack:
+        """Count a backward pass, begin its reductions, and return the stack whose end is the end of them."""
         self._reopen()
-        self.count, self._reopened = self.count + 1, False
+        self.count, self.new = self.count + 1, self.new + 1
         self.origins.append(self.origin())
-        self._last_began |= last
-        return self.data_axis.reducer.backward(0, last=self._last_began)
+        if last or self.state is REOPENED:
+            self.state = LAST_BEGAN
+        self._reductions = ExitStack()
+        self._reductions.enter_context(self.data_axis.reducer.backward(0, last=self.state is LAST_BEGAN))
+        return self._reductions
 
     def _reopen(self) -> None:
         """Let the pass that begins add to the gradients, if the pass before it was the last one, which reduced them.
 
         It must not have a gradient yet.
         """
-        if self._last_began and self._expected is None and not (self._reopened or self.stepped):
-            self._reopened, self.reduced = True, False
+        if self._expected is None and self.state in (LAST_BEGAN, REDUCED):
+            self.state = REOPENED
             self.access.conceal()
             self.data_axis.reducer.reopen()
 
@@ -282,29 +321,27 @@ class BackwardPasses:
 
     def _accumulated(self, parameter: Tensor) -> None:
         """Hook of the reducer: autograd has accumulated a parameter's gradient, which is not reduced yet."""
-        self._first = parameter
-        self._outermost.enter()
-        self._first = None
-        if not self._had_gradient:
+        self._outermost.enter(parameter)
+        if not self._pass.counted:
             self._begin_reductions()
 
     def _unit_done(self, unit: int, runs: int) -> None:
         """Reduce the gradients that are complete after the backward of one run of a unit."""
         if backward_task() != -1:
             self._outermost.enter()
-        if self._running is not None:
+        if self._reductions is not None:
             self.data_axis.reducer.layer_backward_done(unit, runs)
         else:
-            self._early.append((unit, runs))
+            self._pass.early.append((unit, runs))
 
     def _begin_reductions(self) -> None:
         """Begin the reductions of a pass when its first gradient arrives, so that complete buckets are reduced."""
         self._require_complete()
-        if self.stepped or self.reduced:
+        if self.reduced:
             raise RuntimeError(
                 "backward() was called after the gradients of this step were reduced: call optimizer.zero_grad() before"
             )
-        if self._last_began and not self._reopened:
+        if self.state is LAST_BEGAN:
             problem = "that has run its last one: call the model as engine(...), so that the engine sees the pass begin"
             if self._expected is not None:
                 problem = f"that has backward_passes_per_step={self._expected}: pass a larger one"
@@ -313,37 +350,33 @@ class BackwardPasses:
                 "(A reentrant checkpoint runs a pass within the pass, which only an engine recognizes, if the model is "
                 "called as engine(...): otherwise use torch.utils.checkpoint with use_reentrant=False.)"
             )
-        self._running = self._open_pass(
-            self.next_is_last if self._expected is None else self.count + 1 == self._expected
-        )
-        self._running.__enter__()
-        self._had_gradient = True
-        for unit, runs in self._early:
+        self._count_pass(self.next_is_last if self._expected is None else self.count + 1 == self._expected)
+        self._pass.counted = True
+        for unit, runs in self._pass.early:
             self.data_axis.reducer.layer_backward_done(unit, runs)
-        self._early.clear()
 
-    def _pass_began(self) -> None:
-        self._had_gradient = False
-        self._early.clear()
+    def _pass_began(self, first: Tensor | None = None) -> None:
+        """Begin a pass; ``first`` is the parameter by whose gradient it is first seen."""
+        self._pass = RunningPass(keeps_graph=torch.is_grad_enabled())
         self.forget_discarded()
-        if self._first is None:
+        if first is None:
             self._reopen()
-        self._keeps_graph = torch.is_grad_enabled()
-        self.data_axis.reducer.begin_pass(self._first)
+        self.data_axis.reducer.begin_pass(first)
         if self._units is not None:
             self._units.begin_backward()
 
     def _pass_ended(self) -> None:
         if self._units is not None:
             self._units.end_backward()
-        if not self._had_gradient:
+        if not self._pass.counted:
+            self.data_axis.reducer.end_pass(False)
             return
-        assert self._running is not None
-        running, self._running, self._had_gradient = self._running, None, False
+        assert self._reductions is not None
+        reductions, self._reductions = self._reductions, None
         with torch.no_grad():
-            running.__exit__(None, None, None)
-            self.data_axis.reducer.end_pass(self._keeps_graph)
-        if self._units is not None and self._last_began:
+            reductions.close()
+            self.data_axis.reducer.end_pass(self._pass.keeps_graph)
+        if self._units is not None and self.state is not OPEN:
             self._units.release()
 
 

@@ -59,7 +59,7 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         self._update_inner_options()
         self._data_axis.step(scale, without=without)
         self._show_inner_options()
-        self.backward_passes.stepped = True
+        self.backward_passes.mark_stepped()
 
     def train(self) -> None:
         """Switch to the weights that are trained, if the optimizer has modes (schedule-free ones). Collective."""
