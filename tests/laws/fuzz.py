@@ -328,6 +328,9 @@ def reference(case: Case, which: str, scratch: str) -> dict[str, Any]:
 _TORCHS_OWN = re.compile("could not create a primitive descriptor|must have the same dtype, got input1")
 
 
+_EXPLODED = 1e12  # largest norm of gradients: products of layers have then multiplied the rounding as much
+
+
 def judge(case: Case) -> Verdict:
     """Run a case and compare it with what the law says. A case that torch cannot run is invalid."""
     try:
@@ -347,6 +350,8 @@ def _judge(case: Case) -> Verdict:
             plain = reference(case, "plain", folder)  # a case that torch cannot run is none
         except Exception as error:
             return Verdict("invalid", f"{type(error).__name__}: {error}")
+        if (largest := max(norm for _, norm, *_ in plain["steps"])) > _EXPLODED:
+            return Verdict("invalid", f"the gradients' norm is {largest:.0e}, where rounding alone is a large error")
         try:
             found = _on_grid(case, folder)
         except RankFailure as failure:
