@@ -184,8 +184,17 @@ class ZeroDataAxis:
         if self.gatherer is not None:
             self.gatherer.finish()
 
+    def drain(self) -> None:
+        """Wait for all communication that has begun, and release the weights. Collective.
+
+        A message that nobody receives would be taken for the next one between the same ranks.
+        """
+        self.reducer.drain()
+        if self.gatherer is not None:
+            self.gatherer.finish()
+
     def abandon(self) -> None:
-        """Discard all pending communication after a failure."""
+        """Discard all pending communication after a failure, because other ranks may have left."""
         self.reducer.abandon()
         if self.gatherer is not None:
             self.gatherer.abandon()

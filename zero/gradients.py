@@ -295,8 +295,12 @@ class GradientReducer:
             if bucket.tie is None and all(stage in stages for stage in bucket.stages):
                 self._unused |= {id(m.parameter): m for m in bucket.members if m.parameter.requires_grad}
 
+    def drain(self) -> None:
+        """Wait for the reductions that have begun. Collective."""
+        self._wait(0)
+
     def abandon(self) -> None:
-        """Discard all pending reductions after a failure."""
+        """Discard all pending reductions after a failure, because other ranks may have left."""
         self._pending.clear()
 
     @contextmanager

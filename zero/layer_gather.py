@@ -161,7 +161,7 @@ class ParameterGatherer:
             route.invalidate()
 
     def abandon(self) -> None:
-        """Discard all pending gathers after a failure."""
+        """Discard all pending gathers after a failure, because other ranks may have left."""
         self._gathering.clear()
         self._wanted.clear()
         self.changed()

@@ -177,8 +177,11 @@ class BackwardPasses:
 
     def reset(self) -> None:
         """Begin a step, also after a failed or abandoned one. Collective if gradients are still unreduced."""
-        if self._reductions is not None:
-            self.data_axis.abandon()  # the last backward pass failed
+        if self._reductions is not None:  # the last backward pass failed, on every rank: else the others wait for it
+            if self._units is not None:
+                self._units.release()
+                self._units.end_step()
+            self.data_axis.drain()
             self._reductions = None
         elif self.count:
             self.end_reductions()
