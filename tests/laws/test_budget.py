@@ -25,7 +25,7 @@ BUDGET = {
     "models": 7634,
     "pipe": 7559,
     "compat": 7007,
-    "zero": 5547,
+    "zero": 5556,
     "grid": 4830,
     "train": 4292,
     "cli": 3443,
