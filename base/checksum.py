@@ -13,8 +13,8 @@ def checksum(tensor: Tensor) -> Tensor:
     """Return a number, 0-dim int64, that changes if an element of a tensor does, or if two elements change places.
 
     Each word of at most 32 bits is multiplied by its place, times two, plus one. In int64 arithmetic, which wraps
-    around, the product of an odd number with the change of a word is never 0, nor is that of the change with the
-    distance of two words of a piece.
+    around, an odd number times the change of one word is never 0. Nor is the difference of two words times their
+    distance, so that an exchange of two words of a piece is seen.
     """
     dtype = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
     words = tensor.detach().reshape(-1).view(dtype)

@@ -1,4 +1,4 @@
-"""Samples by their numbers, of which a share is held out for evaluation."""
+"""Samples by their numbers. A share of them is held out for evaluation."""
 
 from __future__ import annotations
 

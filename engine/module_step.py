@@ -17,7 +17,7 @@ from ..grid.loss_terms import NamedLosses, described_form
 
 @dataclass
 class MicrobatchCalls:
-    """Calls since the last ``step()``, of which the next one makes a microbatch.
+    """Calls since the last ``step()``. The next ``step()`` makes a microbatch of them.
 
     Attributes:
         forwards: forward passes in train mode, with a graph.

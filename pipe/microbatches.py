@@ -24,7 +24,7 @@ _SAME_SAMPLES = "the ranks of a tensor or context group share each sample, so th
 
 
 class Format(NamedTuple):
-    """What all ranks must know of a microbatch.
+    """Format of a microbatch, which all ranks must know.
 
     Attributes:
         schema: number of the schema of its inputs.

@@ -141,7 +141,7 @@ class Adapter(nn.Module):
     @uncompiled  # a collective, and nothing for autograd
     @torch.no_grad()
     def _norms(self, rows: Tensor) -> Tensor:
-        """Return the norms of rows, of which this rank has all or, in a row-parallel layer, a part of each: (N,)."""
+        """Return the norms of rows: (N,). In a row-parallel layer this rank has a part of each row, else whole rows."""
         squares = rows.to(torch.promote_types(rows.dtype, torch.float32)).square().sum(1)
         if self._row and self.axis.size > 1:
             self.axis.all_reduce(squares)
@@ -206,7 +206,7 @@ class Adapters(nn.Module):
     def merged(self, matrix: Tensor) -> Tensor:
         """Return the layer's weight, (N, K) of this rank, with the updates."""
         lengths = self.lengths
-        if sum(lengths) != len(matrix):  # keys and values of which this rank computes some heads
+        if sum(lengths) != len(matrix):  # keys and values: this rank computes some of their heads
             lengths = [len(matrix) // len(lengths)] * len(lengths)
         parts = list(matrix.split(lengths))
         for number, adapters in enumerate(self._active()):

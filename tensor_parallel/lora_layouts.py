@@ -4,7 +4,7 @@
     column-parallel     replicated                     sharded, dim 0         A, under sequence parallelism
     row-parallel        sharded, dim 1                 replicated             B, under sequence parallelism
     replicated          replicated                     replicated             A and B where the weight's is
-    keys and values, of which a rank multiplies some   replicated             B
+    keys and values: a rank multiplies some of them   replicated             B
     rows
 
 Under sequence parallelism a replicated factor sees this rank's tokens only.
@@ -30,7 +30,7 @@ class FactorLayouts(NamedTuple):
 
 @dataclass(frozen=True)
 class AdaptedLinear:
-    """Linear layer whose outputs consist of fused parts, each of which may have an adapter.
+    """Linear layer whose outputs consist of fused parts. Each part may have an adapter.
 
     Attributes:
         layer: the layer.

@@ -165,7 +165,7 @@ class ShardOfWeight(Tensor):
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter of which this tensor is made."""
+        """The parameter from which this tensor is made."""
         return self if isinstance(self, ShardedWeight) else self.triax_shard_of
 
     def facts(self) -> ShardFacts:

@@ -1,4 +1,4 @@
-"""How the sum of a bucket's gradients over the replicas is kept: whole or transient.
+"""Buckets by how they keep the sum of their gradients over the replicas: whole or transient.
 
                     gradients                                 owned_gradient
 WholeBucket         of all passes; after the sum, reduced     a view of them

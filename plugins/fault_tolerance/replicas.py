@@ -132,7 +132,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     @property
     def phase(self) -> Phase:
-        """Where this replica stands with the run, and how far it is with the present step."""
+        """Standing of this replica in the run, and its progress in the present step."""
         return self._rounds.phase
 
     @property

@@ -1,7 +1,7 @@
 """Cache of a method's results in its object, by the arguments.
 
 A method takes as arguments all that its result depends on, as values that are compared fast: a number of a layer's
-kind, a ``NamedTuple`` with the part of a layout that counts, an object of which there is one for equal ones.
+kind, a ``NamedTuple`` with the part of a layout that counts, an object that equal ones share.
 """
 
 from __future__ import annotations

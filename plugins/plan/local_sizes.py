@@ -70,7 +70,7 @@ def _attention(attention: Attention, tensor: int, fused_kernels: bool) -> float:
 def repeated_keys(attention: Attention, tensor: int, fused_kernels: bool) -> float:
     """Return the elements per token that keys and values take in addition if each query head has a copy of its own.
 
-    The product of which values are a part is then not kept, nor are the rotated keys.
+    The rank then keeps neither the rotated keys nor the product that has the values in it.
     """
     heads, keys = -(-attention.heads // tensor), kv_heads(attention, tensor)
     if heads == keys:

@@ -40,7 +40,7 @@ from .state_memory import BucketShape, StateBytes, StateMemory, StateOptions, St
 
 # Share of activations and temporaries that the caching allocator loses to fragments.
 FRAGMENTS = 0.05
-# Numbers of microbatches in flight in each stage of a rank, of which none is larger in all stages.
+# Microbatches in flight in each stage of a rank: the vectors that no other one exceeds in all stages.
 Flights = tuple[tuple[float, ...], ...]
 
 

@@ -193,7 +193,7 @@ class BucketSplit(NamedTuple):
 
     Attributes:
         tensor_rank, tensor, expert: as in ``StateSplit``.
-        alone: True for weights, and for experts, of which nothing is sent.
+        alone: True for weights and for experts, whose numbers no rank sends.
         by_layer: each layer has buckets of its own, as in stage 3; else each stage.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -114,3 +115,4 @@ def assert_equal_to_one_process(ranks: Any, cells: list[tuple[Job, Place]]) -> N
         for (job, place), steps in zip(here, ranks(count, trained_all, here, timeout=250)[0], strict=True):
             print(job, place)  # pytest shows it where the comparison fails
             assert_steps_equal(steps, alone[job])
+            assert [step.loss for step in steps] == pytest.approx([step.loss for step in alone[job]], rel=1e-12)

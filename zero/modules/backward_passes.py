@@ -180,7 +180,6 @@ class BackwardPasses:
         if self._reductions is not None:  # the last backward pass failed, on every rank: else the others wait for it
             if self._units is not None:
                 self._units.release()
-                self._units.end_step()
             self.data_axis.drain()
             self._reductions = None
         elif self.count:

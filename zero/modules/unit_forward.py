@@ -64,7 +64,7 @@ class _UnitMethod:
 
 
 class _UnitRun:
-    """Run of a unit of which nothing is recorded for a backward pass.
+    """Run of a unit that records nothing for a backward pass.
 
     The methods are called in their order; ``enter_call`` and ``leave_call`` in a call of the module only.
 
