@@ -4,8 +4,9 @@
     column-parallel     replicated                     sharded, dim 0         A, under sequence parallelism
     row-parallel        sharded, dim 1                 replicated             B, under sequence parallelism
     replicated          replicated                     replicated             A and B where the weight's is
-    keys and values: a rank multiplies some of them   replicated             B
-    rows
+    keys and values     replicated                     replicated             B
+
+Of keys and values with fewer heads than ranks, a rank multiplies the rows of some heads.
 
 Under sequence parallelism a replicated factor sees this rank's tokens only.
 """

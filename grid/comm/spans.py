@@ -57,7 +57,7 @@ class OpenSpan:
         self._turns.append(call)
 
     def turn(self) -> None:
-        """Note that the rank begins to wait for the operation; that it ends to wait for the inputs of the op."""
+        """Note that the rank begins to wait for the operation, or that the inputs of the op have arrived."""
         for call in self._turns:
             call()
 
