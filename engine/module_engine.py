@@ -46,7 +46,7 @@ from ..zero.modules.module_optimizer import ModuleOptimizer
 from .accounting.memory import MemoryAccounts
 from .auxiliary_steps import AuxiliarySteps, bind_auxiliary
 from .base import NO_OPTIMIZER, Engine, TrainingParts
-from .module_step import MicrobatchCalls, StepLosses
+from .module_step import MicrobatchCalls, MicrobatchCount, StepLosses
 from .named_losses import NamedLossSteps
 from .named_parameters import named_parameters
 from .optim.loss_scale import process_scales, rescaled
@@ -86,10 +86,8 @@ class ModuleEngine(Engine):
         global_steps: number of optimizer steps, including those that fp16 skipped.
         micro_steps: number of calls of ``step``.
         recompute: recomputation of the module's blocks; None if none is asked for.
-        microbatch: number of microbatches of this step that are done.
         backward_passes: backward passes of this step, and the reductions of their gradients.
         auxiliary_sums: loads and auxiliary losses of the step, as ``AuxiliarySteps.local_sums`` returns them.
-        in_no_sync: True within ``no_sync``.
     """
 
     micro_steps = 0
@@ -151,12 +149,11 @@ class ModuleEngine(Engine):
         self._sent_before: dict[str, dict[str, Sent]] | None = None  # when this step began; None: it has not
         self._make_step(parts)
         self.observer = ModuleObserver(self)
-        self.microbatch = 0
-        self._user_boundary = None if options.batch.counted else True  # None: microbatches are counted
-        self.in_no_sync = False  # within no_sync
+        early = self._options.stage > 1 and self._options.reduce_every_backward
+        self._count = MicrobatchCount(self.batch.accumulation, options.batch.counted, options.batch.counted or early)
+        self.backward_passes.next_is_last = self._count.pass_is_last
         self._calls, self._losses = MicrobatchCalls(), StepLosses()
         self._warned_of_late_step = False
-        self._mark_last()
         self._set_plain()
         self._call_order = grid.call_order(self._step_grid.world, SAME_CALLS)
 
@@ -178,7 +175,7 @@ class ModuleEngine(Engine):
                 self._calls.forwards += 1
             counting = self.accounts.counting() if trains else nullcontext()
             if not self.options.batch.counted:
-                self.microbatch = self.backward_passes.count
+                self._count.done = self.backward_passes.count
             if self._dropout is not None:
                 share = self.batch.micro * self.batch.accumulation
                 first = self._shift + self.grid.replica * share + self.microbatch * self.batch.micro
@@ -285,7 +282,7 @@ class ModuleEngine(Engine):
         with self.spans("step", f"step {self.global_steps + 1}"), self.all_or_none("step"):
             optimizer = self._require_step()
             self._warn_of_late_step()
-            last = self.is_last_microbatch()
+            last = self._count.is_last
             try:
                 if last:
                     self._end_step(optimizer, lr_kwargs)
@@ -327,7 +324,7 @@ class ModuleEngine(Engine):
         reduces = self.options.batch.counted and self.data_axis.exchange is None
         passes = self.backward_passes.new if reduces else 1
         enter_call(self.grid, "step" if passes == 1 else f"step after {passes} backward passes", ends=self._call_order)
-        self.microbatch = -1
+        self._count.in_update = True
         with torch.no_grad(), self.accounts.counting(), self.replicas.stepping() as grid:
             self._step(grid, optimizer, lr_kwargs)
         if self.replicas.just_synchronized:
@@ -338,17 +335,16 @@ class ModuleEngine(Engine):
         if last:
             self._sent_before = None
             self.accounts.end()
-        self.microbatch += 1
+        self._count.end(last)
         self.backward_passes.end_microbatch()
         self.micro_steps += 1
         self._calls = MicrobatchCalls()
-        self._mark_last()
 
     def _warn_of_late_step(self) -> None:
         """Warn once if step() ends one microbatch after the passes of a whole step, as in a DDP loop."""
         passes, microbatches = self.backward_passes.new, self.batch.accumulation
-        counts = self.options.batch.counted and self._user_boundary is None
-        late = counts and 1 < microbatches == passes == self._calls.forwards
+        by_count = self._count.counted and self._count.said_last is None
+        late = by_count and 1 < microbatches == passes == self._calls.forwards
         if self._warned_of_late_step or not late:
             return
         self._warned_of_late_step = True
@@ -496,9 +492,19 @@ class ModuleEngine(Engine):
                 "other gradients; to add both, run one backward pass of the sum of the losses"
             )
 
+    @property
+    def microbatch(self) -> int:
+        """Number of microbatches of this step that are done."""
+        return self._count.done
+
+    @property
+    def in_no_sync(self) -> bool:
+        """True within ``no_sync``."""
+        return self._count.in_no_sync
+
     def is_last_microbatch(self) -> bool:
         """Return True if this microbatch is the last one of a step."""
-        return self.microbatch + 1 >= self.batch.accumulation if self._user_boundary is None else self._user_boundary
+        return self._count.is_last
 
     def set_last_microbatch(self, is_boundary: bool) -> None:
         """Set before each forward whether its microbatch is the last one of a step, in place of counting them.
@@ -517,8 +523,7 @@ class ModuleEngine(Engine):
                         "engine.step() updates the weights: leave one of the two out"
                     )
                 )
-        self._user_boundary = is_boundary
-        self._mark_last()
+        self._count.said_last = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -538,13 +543,11 @@ class ModuleEngine(Engine):
                     "pass: set <zero.reduce_each_microbatch> to false, or <zero.stage> to 1"
                 )
             )
-        self.in_no_sync = True
-        self._mark_last()
+        self._count.in_no_sync = True
         try:
             yield
         finally:
-            self.in_no_sync = False
-            self._mark_last()
+            self._count.in_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard this step's gradients. Every step begins without gradients. Collective if there are gradients."""
@@ -620,13 +623,6 @@ class ModuleEngine(Engine):
         sums = self.data_axis.exchange is None and self.options.local_updates is None
         self.data_axis.access.plain = one and sums and self.loss_scaler is None and self._options.divisor == 1.0
 
-    def _mark_last(self) -> None:
-        # Without a batch size the engine knows no last microbatch: step() completes the reduction, except where each
-        # backward pass reduces its gradients, and so each pass is treated as the last.
-        each_backward = self._options.stage > 1 and self._options.reduce_every_backward
-        boundary = (self.options.batch.counted or each_backward) and self.is_last_microbatch()
-        self.backward_passes.next_is_last = boundary and not self.in_no_sync
-
     def _cast(self, tensor: Tensor) -> Tensor:
         dtype = self._options.weight_dtype if tensor.is_floating_point() else None
         return tensor.to(self.device, dtype, non_blocking=is_accelerator(self.device))
@@ -638,12 +634,11 @@ class ModuleEngine(Engine):
         """Set the counters of steps and samples, and discard the gradients of an unfinished step."""
         super().set_position(steps, samples)
         self.micro_steps = steps * self.batch.accumulation
-        if self.microbatch < 0:  # within step(), where a replica that joins gets its state
+        if self._count.in_update:  # a replica that joins gets its state within step(), which counts one more
             self.micro_steps += self.batch.accumulation - 1
-            return
-        self.zero_grad()
-        self.microbatch = 0
-        self._mark_last()
+        else:
+            self.zero_grad()
+            self._count.done = 0
 
     def set_batch_size(self, size: int, microbatch: int | None = None) -> None:
         """Set the samples per step, as ``Engine.set_batch_size``.
@@ -651,13 +646,13 @@ class ModuleEngine(Engine):
         Raises:
             ConfigError: in its cases, and in the middle of a step.
         """
-        if self.microbatch:
+        if self._count.done or self._count.in_update:
             raise ConfigError(
-                f"{self.options.say('<set_batch_size>')} was called after {self.microbatch} microbatches of a step: "
-                "call it after engine.step() has ended the step"
+                f"{self.options.say('<set_batch_size>')} was called within a step, after {self._count.done} of its "
+                f"{self._count.microbatches} microbatches: call it after engine.step() has ended the step"
             )
         super().set_batch_size(size, microbatch)
-        self._mark_last()
+        self._count.microbatches = self.batch.accumulation
         self._set_plain()
 
     def _compile(self, options: EngineOptions) -> Compilation | None:

@@ -1,8 +1,9 @@
-"""State of a step of a plain module: what the calls of the present microbatch did, and the losses so far.
+"""State of a step of a plain module: its place in the step, what the calls of a microbatch did, and the losses so far.
 
 forward  backward  step  | forward  backward  step  | ... | forward  backward  step: the weights change
 MicrobatchCalls            MicrobatchCalls                  MicrobatchCalls
 StepLosses ------------------------------------------------------------------------
+MicrobatchCount: done 0    done 1                           is_last               in_update
 """
 
 from __future__ import annotations
@@ -13,6 +14,46 @@ from torch import Tensor
 
 from ..base.errors import AgreedError
 from ..grid.loss_terms import NamedLosses, described_form
+
+
+@dataclass
+class MicrobatchCount:
+    """Place of the present microbatch in its step.
+
+    Attributes:
+        microbatches: microbatches of a step, by which its gradients are divided.
+        counted: the step ends after so many; otherwise with each ``step()``.
+        foresees: a backward pass of the last microbatch is the step's last one, and may complete its reductions. If
+            not, ``step()`` completes them.
+        said_last: what user code said about the present microbatch, in place of the count; None: nothing.
+        done: microbatches of this step that are done.
+        in_no_sync: within ``no_sync``, where no gradients are reduced.
+        in_update: ``step()`` changes the weights.
+    """
+
+    microbatches: int
+    counted: bool
+    foresees: bool
+    said_last: bool | None = None
+    done: int = 0
+    in_no_sync: bool = False
+    in_update: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        """True if the present microbatch is the step's last one."""
+        if self.said_last is not None:
+            return self.said_last
+        return not self.counted or self.done + 1 >= self.microbatches
+
+    def pass_is_last(self) -> bool:
+        """Return True if the backward pass of the present microbatch is to complete the step's reductions."""
+        return self.foresees and self.is_last and not self.in_no_sync
+
+    def end(self, ends_step: bool) -> None:
+        """Go on to the next microbatch, which is the first one of a step if this one ends its step."""
+        self.done = 0 if ends_step else self.done + 1
+        self.in_update = False
 
 
 @dataclass

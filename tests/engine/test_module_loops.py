@@ -241,6 +241,24 @@ def test_a_rank_that_fails_says_so_and_the_other_stops(ranks: Any) -> None:
     assert failed in other
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_code_within_an_update_sees_the_last_microbatch(accumulation: int) -> None:
+    engine = one(config(accumulation=accumulation))
+    seen = []
+
+    def look(*_: Any) -> None:
+        seen.append((engine.is_gradient_accumulation_boundary(), engine.microbatch))
+        with pytest.raises(ConfigError, match=f"after {accumulation - 1} of its {accumulation} microbatches"):
+            engine.set_train_batch_size(12)
+
+    engine.optimizer.register_step_post_hook(look)
+    for step in range(2 * accumulation):
+        engine.backward(loss_of(engine, step))
+        engine.step()
+    assert seen == [(True, accumulation - 1)] * 2
+    assert engine.microbatch == 0
+
+
 def test_accumulation_is_counted_as_one_likes() -> None:
     boundary, counted = one(config(accumulation=2)), one(config(accumulation=2))
     for step in range(2):
@@ -255,7 +273,7 @@ def test_accumulation_is_counted_as_one_likes() -> None:
     assert counted.get_batch_info() == (12, MICRO, 3)
     counted.backward(loss_of(counted))
     counted.step()
-    with pytest.raises(ConfigError, match="after 1 microbatches of a step"):
+    with pytest.raises(ConfigError, match="after 1 of its 3 microbatches"):
         counted.set_train_batch_size(8)
     assert not counted.is_gradient_accumulation_boundary()
     assert counted.backward(loss_of(counted), scale_wrt_gas=False) > counted.backward(loss_of(counted))

@@ -71,13 +71,13 @@ class BackwardPasses:
         module: the model, which stage 3 needs.
         units: in stage 3, the units of the module, as ``find_units`` takes them.
         keep: in stage 3, keep weights gathered from a step's first forward to its last backward pass.
-        expected: number of backward passes of a step; None: ``next_is_last`` tells the last one.
+        expected: number of backward passes of a step; None: ``next_is_last()`` tells the last one.
 
     Attributes:
         data_axis: ZeRO's data axis with these parameters.
         access: access of user code to the gradients.
         trained: the parameters that are stepped.
-        next_is_last: the next pass is the step's last one; read if ``expected`` is None.
+        next_is_last: returns True if the next pass is the step's last one; called if ``expected`` is None.
         state: how far the step is, as in ``StepState``.
         count: backward passes of this step so far.
         new: those since ``end_microbatch``.
@@ -157,7 +157,7 @@ class BackwardPasses:
             UnitForward(weights, passes, self._units)  # the units' methods keep it
         self._reductions: ExitStack | None = None  # of the counted pass that runs, or has failed: until reset
         self._pass = RunningPass()
-        self.next_is_last = False
+        self.next_is_last: Callable[[], bool] = lambda: False
         self.origin: Callable[[], Any] = lambda: None
         self.origins: list[Any] = []
         self.begin()
@@ -260,7 +260,7 @@ class BackwardPasses:
                 "backward pass, and the order is known only if exactly one forward pass ran before. Add "
                 "0.0 * output.sum() to the loss, or use stage 2"
             )
-        self._run_empty(self.next_is_last, self._units)
+        self._run_empty(self.next_is_last(), self._units)
 
     def require_unchanged(self) -> None:
         """Refuse parameters that a step would not change, or not as their hooks mean to.
@@ -352,7 +352,7 @@ class BackwardPasses:
                 "(A reentrant checkpoint runs a pass within the pass, which only an engine recognizes, if the model is "
                 "called as engine(...): otherwise use torch.utils.checkpoint with use_reentrant=False.)"
             )
-        self._count_pass(self.next_is_last if self._expected is None else self.count + 1 == self._expected)
+        self._count_pass(self.next_is_last() if self._expected is None else self.count + 1 == self._expected)
         self._pass.counted = True
         for unit, runs in self._pass.early:
             self.data_axis.reducer.layer_backward_done(unit, runs)

@@ -8,7 +8,7 @@ from enum import Enum, auto
 class StepState(Enum):
     """State of the backward passes of one step, and of the reductions of its gradients.
 
-    A step of ``BackwardPasses`` has a known number of passes, or its caller tells the last one (``next_is_last``).
+    A step of ``BackwardPasses`` has a known number of passes, or its caller tells the last one (``next_is_last()``).
 
     state        the step
     OPEN         its last backward pass has not begun
