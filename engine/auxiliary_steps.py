@@ -50,6 +50,7 @@ class AuxiliarySteps:
         self.loads: dict[str, list[int]] = {}
         self._starving: dict[str, list[int]] = {name: [0] * experts for name, experts, _ in self._known}
         self._weight: float | None = None
+        self.clear()
 
     def __bool__(self) -> bool:
         """True if the model has such layers, on any rank."""
@@ -102,9 +103,36 @@ class AuxiliarySteps:
 
     def clear(self) -> None:
         """Drop the values and loads that were counted so far."""
-        self._state.values.clear()
+        self._state.values = {}
         for layer in self._layers.values():
             layer.loads = None
+        self._passes = 0
+        self._values_before: dict[str, Tensor] = {}
+        self._loads_before: dict[str, Tensor] = {}
+
+    def begin_forward(self, passes: int) -> None:
+        """Note what was counted before a forward pass of a plain module.
+
+        Args:
+            passes: number of backward passes before it, in all steps.
+        """
+        if passes != self._passes:
+            self._passes, self._values_before = passes, dict(self._state.values)
+            self._loads_before = {name: layer.loads for name, layer in self._layers.items() if layer.loads is not None}
+
+    def discard(self, passes: int) -> None:
+        """Drop what was counted for backward passes of this step, because their gradients are discarded.
+
+        Args:
+            passes: number of backward passes so far. Forward passes after the last of them stay counted.
+        """
+        if passes != self._passes:
+            self.clear()
+        for name, value in self._values_before.items():
+            self._state.values[name] = self._state.values[name] - value
+        for name, loads in self._loads_before.items():
+            self._layers[name].loads = self._layers[name].loads - loads
+        self._passes, self._values_before, self._loads_before = passes, {}, {}
 
     def local_sums(self, device: torch.device) -> Tensor:
         """Return this rank's loads and sums of losses in the step so far, in one tensor, float64, for ``end``."""

@@ -554,8 +554,8 @@ class Engine:
 
         Args:
             what: ``"weights"`` or ``"gradients"``. It returns the gradients of the last step for all trained
-                parameters, divided by the batch's weight and clipped. They are available until the next step begins.
-                Both have the same order.
+                parameters, divided by the batch's weight and clipped (not clipped if the step was left out). They are
+                available until the next step begins. Both have the same order.
         """
         with self.replicas.reading() as grid:
             begin_call(grid, f"gather({what!r})")
@@ -568,7 +568,11 @@ class Engine:
             Name -> (layout, shard).
         """
         if what == "gradients":
-            trained = {member.layout.name: (member.layout, value) for member, value in self.data_axis.gradients()}
+            scale = self.optimizer_step.left_scale
+            trained = {
+                member.layout.name: (member.layout, value if scale == 1.0 else value * scale)
+                for member, value in self.data_axis.gradients()
+            }
             # The buckets hold them in another order than the module.
             order = {layout.name: i for i, (_, layout, _) in enumerate(named_parameters(self.module))}
             return {name: trained[name] for name in sorted(trained, key=lambda name: order.get(name, len(order)))}

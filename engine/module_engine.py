@@ -152,7 +152,8 @@ class ModuleEngine(Engine):
         early = self._options.stage > 1 and self._options.reduce_every_backward
         self._count = MicrobatchCount(self.batch.accumulation, options.batch.counted, options.batch.counted or early)
         self.backward_passes.next_is_last = self._count.pass_is_last
-        self._calls, self._losses = MicrobatchCalls(), StepLosses()
+        self._calls, self._losses = MicrobatchCalls(), StepLosses(self.auxiliary)
+        self.backward_passes.discarded = self._losses.forget
         self._warned_of_late_step = False
         self._set_plain()
         self._call_order = grid.call_order(self._step_grid.world, SAME_CALLS)
@@ -182,6 +183,7 @@ class ModuleEngine(Engine):
                 set_dropout_samples(self._dropout, (args, kwargs), first, self.global_steps)
             require_equal_shapes(self.grid, (args, kwargs))
             self._auxiliary.scale = self.optimizer_step.scale
+            self.auxiliary.begin_forward(self.backward_passes.total)
             with counting:
                 y = self.module(*args, **kwargs)
             if trains:
@@ -232,7 +234,6 @@ class ModuleEngine(Engine):
             named = is_named(loss)
             if named:
                 loss, terms = share_of_terms(loss, self.grid.context, "engine.backward(loss)")
-                self._losses.require_form(terms)
             else:
                 loss = share_of_mean(loss, self.grid.context, "engine.backward(loss)")  # type: ignore[arg-type]
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -241,12 +242,11 @@ class ModuleEngine(Engine):
                     f"{describe_loss(loss)}. For another output, call output.backward(gradient), and then engine.step()"
                 )
             self._begin_step()
-            if self.backward_passes.forget_discarded():
-                self._forget_losses()
+            self.backward_passes.forget_discarded()
             self._require_one_loss((id(self), self._scales.steps))
             before, accumulation = self.backward_passes.count, self.batch.accumulation
-            if not before:
-                self._losses = StepLosses()  # optimizer.zero_grad() has discarded the others
+            if named:
+                self._losses.require_form(terms)
             scale = self.optimizer_step.scale
             # The step divides by the number of microbatches; not here.
             factor = scale if scale_wrt_gas else scale * accumulation
@@ -429,7 +429,7 @@ class ModuleEngine(Engine):
         with self.spans("reduce"):
             self.backward_passes.end_reductions()
         self.data_axis.access.take_back(look=reduced)
-        losses, self._losses = self._losses, StepLosses()
+        losses = self._losses.take()
         total = self._totals(grid, losses)
         replicas = grid.data.size * self.replicas.contributing
         weight, value = replicas * self.batch.accumulation, total.loss / replicas if losses.values else None
@@ -552,11 +552,6 @@ class ModuleEngine(Engine):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard this step's gradients. Every step begins without gradients. Collective if there are gradients."""
         self.backward_passes.reset()
-        self._forget_losses()
-
-    def _forget_losses(self) -> None:
-        self.auxiliary.clear()
-        self._losses = StepLosses()
 
     def train(self, mode: bool = True) -> ModuleEngine:
         """Set the module's training mode, as ``nn.Module.train``."""

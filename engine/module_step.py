@@ -8,12 +8,13 @@ MicrobatchCount: done 0    done 1                           is_last             
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from ..base.errors import AgreedError
 from ..grid.loss_terms import NamedLosses, described_form
+from .auxiliary_steps import AuxiliarySteps
 
 
 @dataclass
@@ -92,12 +93,29 @@ class StepLosses:
     """Losses of this step's microbatches, as ``engine.backward`` was given them.
 
     Attributes:
+        auxiliary: the losses within the module, and the loads of its experts.
         values: the losses, divided by the number of microbatches.
         named: those that have names.
     """
 
+    auxiliary: AuxiliarySteps
     values: list[Tensor | float] = field(default_factory=list)
     named: list[NamedLosses] = field(default_factory=list)
+
+    def take(self) -> StepLosses:
+        """Return the losses of the step, which ends, and go on without losses."""
+        taken = replace(self)
+        self.values, self.named = [], []
+        return taken
+
+    def forget(self, passes: int) -> None:
+        """Forget the step's backward passes, because user code has discarded their gradients.
+
+        Args:
+            passes: number of backward passes so far, in all steps.
+        """
+        self.take()
+        self.auxiliary.discard(passes)
 
     def require_form(self, terms: NamedLosses) -> None:
         """Check that a microbatch has the terms and metrics of those before it."""

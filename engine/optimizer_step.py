@@ -143,6 +143,11 @@ class OptimizerStep:
         factor = self._exchange(grid, self._divisor)
         return factor if self.clip is None or self.norm is None else factor * clip_factor(self.norm, self.clip)
 
+    @property
+    def left_scale(self) -> float:
+        """Factor by which the last step's gradients must still be multiplied for their mean: 1 after a taken step."""
+        return 1.0 if self._data_axis.stepped else 1.0 / (self._divisor * self._data_axis.access.applied)
+
     def advance(self, grid: Grid) -> None:
         """Advance fp16's loss scale after a step that was taken."""
         if self._loss_scaler is not None:

@@ -299,7 +299,7 @@ class Bucket(FlatWeights, ABC):
         return self.reduction.reduce_scatter(self.owned_gradient, gradients, async_op=True)
 
     def reopen(self, tensor_axis: Axis) -> None:
-        """Let another backward pass of the step add to gradients that are summed over the data axis already."""
+        """Let another backward pass of the step add to gradients that ``start_reduction`` has summed already."""
 
     @abstractmethod
     def complete(self) -> None:

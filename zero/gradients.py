@@ -145,7 +145,8 @@ class GradientReducer:
         """Let further backward passes add to the step's gradients, after the step's last pass has reduced them."""
         self.settle()
         for bucket in self._buckets:
-            bucket.reopen(self._grid.tensor)
+            if not self._stages_left.get(id(bucket)):  # on one replica, only ``finish`` reduces it
+                bucket.reopen(self._grid.tensor)
         self._set_stages_left()
 
     def settle(self) -> None:

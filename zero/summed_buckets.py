@@ -44,18 +44,19 @@ class WholeBucket(Bucket):
         return self.sum() if self._sums_here else Done()
 
     def reopen(self, tensor_axis: Axis) -> None:
-        """Let another backward pass of the step add to gradients that are summed over the data axis already.
+        """Let another backward pass of the step add to gradients that ``start_reduction`` has summed already.
 
-        One rank keeps the sum, and the others set theirs to zero, so that the next reduction gives the sum of all
+        One rank keeps each sum, and the others set theirs to zero, so that the next reduction gives the sum of all
         passes. (In a transient bucket the parts of the sums add up.)
         """
-        if not self._sums_here or self.gradients is None:
+        if self.gradients is None:
             return
-        start, stop = self.owned
-        if not (self.sharded or self.axis.is_first):
-            start = stop
-        self.gradients[:start].zero_()
-        self.gradients[stop:].zero_()
+        if self._sums_here:  # over the data axis
+            start, stop = self.owned
+            if not (self.sharded or self.axis.is_first):
+                start = stop
+            self.gradients[:start].zero_()
+            self.gradients[stop:].zero_()
         if not tensor_axis.is_first:
             self.gradients[slice(*self.flat.runs[PARTIAL])].zero_()
         if self._prescale != 1.0:

@@ -52,11 +52,14 @@ def test_an_observer_leaves_a_step_out(pipelined: bool) -> None:
     engine.observers += [vetoes, others]
     weights = []
     for _ in range(3):
+        gradient = torch.autograd.grad((layer(X) - Y).square().mean(), layer.weight)[0]
         before = layer.weight.detach().clone()
         wanted = float((layer(X) - Y).square().mean().detach())
         take_step(engine)
         loss, norm = vetoes.calls[-2]
         assert vetoes.calls[-3:] == ["before", (loss, norm), ("after", loss)] and norm == engine.grad_norm
         assert loss == pytest.approx(wanted, rel=1e-12)
+        (found,) = (value for name, value in engine.gather("gradients").items() if name.endswith("weight"))
+        torch.testing.assert_close(found, gradient, rtol=0, atol=1e-12)
         weights.append(torch.equal(before, layer.weight))
     assert weights == [False, True, False] and engine.global_steps == 3 and others.calls == vetoes.calls

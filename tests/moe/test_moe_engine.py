@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -345,6 +347,41 @@ def test_a_plain_module_has_the_same_losses_on_every_grid(ranks: Any) -> None:
             assert found["loads"] == wanted["loads"] and torch.equal(found["bias"], wanted["bias"])
             for name, value in wanted["weights"].items():
                 torch.testing.assert_close(found["weights"][name], value, rtol=1e-10, atol=1e-12)
+
+
+DISCARDS: dict[str, Callable[[Any], object]] = {
+    "engine.zero_grad()": lambda engine: engine.zero_grad(),
+    "optimizer.zero_grad()": lambda engine: engine.optimizer.zero_grad(),
+    "module.zero_grad()": lambda engine: engine.module.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("discard", DISCARDS.values(), ids=DISCARDS)
+@pytest.mark.parametrize("when", ["before the forward pass", "after the forward pass"])
+def test_expert_loads_are_those_of_the_gradients(discard: Callable[[Any], object], when: str) -> None:
+    """The discarded microbatch counts nowhere, and the one whose forward pass has run counts."""
+    grid = Grid()
+    block = MoE(D, E, K, grid=grid, width=W, balance="bias", z_loss=0.01, dtype=torch.float64)
+    wanted, found = (
+        triax.Engine(deepcopy(block), grid=grid, optimizer=triax.Optimizer("SGD", lr=0.1), batch=triax.Batch(size=ROWS))
+        for _ in range(2)
+    )
+    for step in range(2):
+        x, y = (batch(2 * step + i)[0] for i in range(2))
+        wanted.backward(wanted(y).square().mean())
+        wanted.step()
+        found.backward(found(x).square().mean())
+        if when.startswith("before"):
+            discard(found)
+        output = found(y)
+        if when.startswith("after"):
+            discard(found)
+        found.backward(output.square().mean())
+        found.step()
+        assert found.expert_loads() == wanted.expert_loads() and sum(wanted.expert_loads()[""]) == y[..., 0].numel() * K
+        assert found.auxiliary_losses() == pytest.approx(wanted.auxiliary_losses(), rel=1e-12)
+    for name, value in wanted.module.state_dict().items():
+        torch.testing.assert_close(found.module.state_dict()[name], value, rtol=0, atol=1e-12)
 
 
 def small_engine(loss_fn: Any, tmp_path: Path | None = None) -> Any:

@@ -411,3 +411,23 @@ def test_a_plain_modules_losses_keep_their_names() -> None:
             engine.step()
     with pytest.raises(ValueError, match=r"terms b \(a mean\), but in the first batch it was the terms a \(a mean\)"):
         engine.step()
+
+
+def test_microbatches_of_a_plain_step_have_one_form_unless_discarded() -> None:
+    batch = triax.Batch(microbatch=2, microbatches=2)
+    engine: Any = triax.Engine(nn.Linear(2, 2), optimizer=triax.Optimizer("SGD", lr=0.1), batch=batch)
+
+    def backward(name: str) -> None:
+        engine.backward({name: engine(torch.ones(2, 2)).square().mean()})
+
+    backward("a")
+    engine.step()
+    with pytest.raises(RuntimeError, match=r"given the terms b .*, in the same step, the terms a"):
+        backward("b")
+    for discard in (engine.module.zero_grad, engine.optimizer.zero_grad, engine.zero_grad):
+        discard()
+        backward("b")
+        discard()
+        backward("a")
+    engine.step()
+    assert list(engine.metrics) == ["a"]

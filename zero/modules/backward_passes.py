@@ -81,8 +81,10 @@ class BackwardPasses:
         state: how far the step is, as in ``StepState``.
         count: backward passes of this step so far.
         new: those since ``end_microbatch``.
+        total: those of all steps.
         origin: called when a pass is counted.
         origins: its results since ``end_microbatch``, without passes whose gradients user code has discarded.
+        discarded: called with ``total`` when user code has discarded the gradients of this step's passes.
 
     Raises:
         ValueError: parameters differ between replicas, or are not on the grid's device.
@@ -160,6 +162,8 @@ class BackwardPasses:
         self.next_is_last: Callable[[], bool] = lambda: False
         self.origin: Callable[[], Any] = lambda: None
         self.origins: list[Any] = []
+        self.discarded: Callable[[int], object] = lambda total: None
+        self.total = 0
         self.begin()
 
     def begin(self) -> None:
@@ -177,6 +181,8 @@ class BackwardPasses:
 
     def reset(self) -> None:
         """Begin a step, also after a failed or abandoned one. Collective if gradients are still unreduced."""
+        if self.count and not self.stepped:
+            self.discarded(self.total)
         if self._reductions is not None:  # the last backward pass failed, on every rank: else the others wait for it
             if self._units is not None:
                 self._units.release()
@@ -196,12 +202,11 @@ class BackwardPasses:
             lambda tensor: tensor.register_hook(self._reached_hook) if tensor.grad_fn is not None else None, entries
         )
 
-    def forget_discarded(self) -> bool:
-        """Forget ``origins`` if user code has discarded all gradients of this step; return True if it has."""
-        discarded = self.count > 0 and self.data_axis.reducer.discarded
-        if discarded:
+    def forget_discarded(self) -> None:
+        """Forget the ``origins`` of this step's passes if user code has discarded their gradients, by ``.grad``."""
+        if self.count > 0 and self.data_axis.reducer.discarded:
             self.origins.clear()
-        return discarded
+            self.discarded(self.total)
 
     def end_reductions(self) -> None:
         """End the sums of all gradients over the replicas. Collective.
@@ -299,7 +304,7 @@ class BackwardPasses:
     def _count_pass(self, last: bool) -> ExitStack:
         """Count a backward pass, begin its reductions, and return the stack whose end is the end of them."""
         self._reopen()
-        self.count, self.new = self.count + 1, self.new + 1
+        self.count, self.new, self.total = self.count + 1, self.new + 1, self.total + 1
         self.origins.append(self.origin())
         if last or self.state is REOPENED:
             self.state = LAST_BEGAN

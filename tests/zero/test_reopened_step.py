@@ -1,0 +1,69 @@
+"""A backward pass after the step's gradients were reduced, as code that read them needed: both passes count once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import triax
+from triax.tensor_parallel.norm import RMSNorm
+
+TOKENS, WIDTH, FACTORS = 4, 3, (1.0, 10.0)
+BETWEEN: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda engine: None,
+    "clips": lambda engine: engine.clip_grad_norm_(1e9),
+    "reads .grad": lambda engine: [parameter.grad for parameter in engine.module.parameters()],
+}
+
+
+def tokens(replica: int) -> Tensor:
+    generator = torch.Generator().manual_seed(replica)
+    return torch.randn(2, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def plain_weight(replicas: int) -> Tensor:
+    norm = nn.RMSNorm(WIDTH, eps=1e-6, dtype=torch.float64)
+    for replica, factor in product(range(replicas), FACTORS):
+        (norm(tokens(replica)).square().sum() * factor / replicas).backward()
+    torch.optim.SGD(norm.parameters(), lr=0.1).step()
+    return norm.weight.detach()
+
+
+def weight(stage: Any, tensor: int, reduction: dict[str, Any], act: Callable[[Any], object]) -> Tensor:
+    """Train a norm whose gradient is a sum over the tensor ranks, each of which has a part of the tokens."""
+    grid = triax.Grid(tensor=tensor, timeout=60)
+    norm = RMSNorm(WIDTH, grid=grid, sequence_parallel=True).double()
+    optimizer = triax.Optimizer("SGD", lr=0.1)
+    engine = triax.Engine(
+        norm,
+        grid=grid,
+        optimizer=optimizer,
+        batch=2 * grid.data.size,
+        zero=triax.Zero(stage=stage),
+        reduction=triax.GradientReduction(**reduction),
+    )
+    part = tokens(grid.data.rank).chunk(tensor, 1)[grid.tensor.rank]
+    for factor in FACTORS:
+        engine.backward(engine(part).square().sum() * factor)
+        act(engine)
+    engine.step()
+    return engine.gather()["weight"]
+
+
+def wrong_cases(tensor: int) -> list[Any]:
+    """Return the cases whose weight is not that of plain PyTorch."""
+    wanted = plain_weight(triax.Grid(tensor=tensor, timeout=60).data.size)
+    return [
+        (stage, more, name)
+        for stage, more, name in product(range(4), ({}, {"predivide": 4.0}), BETWEEN)
+        if (weight(stage, tensor, more, BETWEEN[name]) - wanted).abs().max() > 1e-10
+    ]
+
+
+def test_a_pass_after_a_reduction_counts_once(ranks: Any) -> None:
+    for size, tensor in ((1, 1), (2, 1), (2, 2), (4, 2)):
+        assert ranks(size, wrong_cases, tensor) == [[]] * size
