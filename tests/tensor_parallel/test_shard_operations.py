@@ -93,7 +93,8 @@ def test_a_shard_is_given_to_what_goes_element_by_element(dim: int) -> None:
     values = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     calls = list(zip(*(list(arguments(*part)) for part in (values, *values.chunk(2, dim + 1))), strict=True))
     named = [(name, getattr(place, name)) for place in (Tensor, torch, F) for name in dir(place)]
-    given, wrong = set(), set()
+    given: set[str] = set()
+    wrong: set[str] = set()
     for name, call in named:
         if not callable(call) or isinstance(call, type) or name in shard_operations._VIEWS or not keeps_numbers(name):
             continue

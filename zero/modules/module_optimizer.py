@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         for index, master in enumerate(masters):
             for key, value in state_dict["state"].get(index, {}).items():
                 if key != "step":
-                    self.state[master][key] = map_tensors(lambda tensor, like=master: tensor.to(like.device), value)
+                    self.state[master][key] = map_tensors(methodcaller("to", master.device), value)
         for master, saved in zip(self._masters(), state_dict["masters"], strict=True):
             master.copy_(saved)
         if (late := self._data_axis.stepper.late) is not None:

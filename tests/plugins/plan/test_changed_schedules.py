@@ -293,7 +293,7 @@ def test_a_written_plan_with_options_dry_runs(
 
 def counted(config: Any, layers: str = "none", **options: Any) -> tuple[float, float]:
     """Return the bytes of activations of a step of four sequences on one process: counted, and by the formulas."""
-    again = {"mlp": Recomputation(mlp_tile=8), "selective": Recomputation(granularity="selective")}
+    again: dict[str, Any] = {"mlp": Recomputation(mlp_tile=8), "selective": Recomputation(granularity="selective")}
     torch.manual_seed(0)
     grid = Grid()
     model = PipelineModule(llama_layers(config), grid=grid, loss_fn=NextTokenLoss(grid, config.vocab_size))
@@ -302,7 +302,7 @@ def counted(config: Any, layers: str = "none", **options: Any) -> tuple[float, f
         optimizer=torch.optim.SGD,
         batch=Batch(size=4, microbatch=1),
         schedule=ScheduleOptions(name="gpipe", **options),
-        recompute=again.get(layers),
+        recompute=again.get(layers, "none"),
     )
     assert isinstance(engine, PipelineEngine)
     rows = torch.randint(config.vocab_size, (1, 65))
