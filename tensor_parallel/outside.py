@@ -35,7 +35,6 @@ from .shard_operations import (
     flattened,
     keeps_numbers,
     makes_part,
-    may_change_shape,
     needs_whole,
     operation_name,
 )
@@ -224,7 +223,7 @@ def _mark(name: str, result: Any, shards: Sequence[ShardOfWeight]) -> None:
     for value in flattened((result,)):
         if type(value) is not Tensor or not (value.is_floating_point() or value.is_complex()):
             continue
-        if not may_change_shape(name) and value.shape not in shapes:
+        if not makes_part(name) and value.shape not in shapes:
             if name.startswith("_foreach_"):  # of another tensor of the list
                 continue
             raise _refused(name, shards[0])

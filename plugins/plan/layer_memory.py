@@ -134,7 +134,7 @@ class LayerMemory:
         """Return the bytes that a layer keeps of a slice; its keys and values are in the buffer of the sequence."""
         layer = self.kinds[kind]
         kept = _total(self.terms(layer, split))
-        if split.slices > 1 and split.recompute == "none":
+        if split.slices > 1 and split.recompute in _DENSE:
             return kept - split.tokens * self._in_buffer(layer, split)
         return kept
 

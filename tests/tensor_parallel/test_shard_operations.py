@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from triax.tensor_parallel.shard_operations import ShardFacts, needs_whole
+from triax.base.nest import map_tensors
+from triax.tensor_parallel import shard_operations
+from triax.tensor_parallel.shard_operations import ShardFacts, keeps_numbers, needs_whole
 
 WHOLE = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 DIMS = [(), (0,), (1,), (-1,), ((0, 1),)]
@@ -35,19 +39,18 @@ CASES += [(name, call, given) for name, call, all_given in WITH_A_NUMBER for giv
 
 
 def tensors(result: Any) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result)
+    return [result] if isinstance(result, Tensor) else [value for value in result if isinstance(value, Tensor)]
 
 
-def are_shards(call: Callable[..., Any], arguments: tuple[Any, ...], dim: int) -> bool:
-    """Return True if the results for two halves of the weight are, side by side, the result for the whole."""
-    whole = tensors(call(WHOLE, *arguments))
-    halves = zip(*(tensors(call(half, *arguments)) for half in WHOLE.chunk(2, dim)), strict=True)
+def are_shards(call: Callable[..., Any], whole: tuple[Any, ...], *halves: tuple[Any, ...]) -> bool:
+    """Return True if the results for two halves of the arguments are, side by side, the result for the whole ones."""
+    results = [tensors(call(*map_tensors(Tensor.clone, arguments))) for arguments in (whole, *halves)]
     return all(
         any(
-            joined.shape == one.shape and torch.equal(joined, one)
+            joined.shape == one.shape and torch.allclose(joined, one, rtol=1e-12, atol=0, equal_nan=True)
             for joined in (torch.cat(parts, at) for at in range(parts[0].dim()))
         )
-        for one, parts in zip(whole, halves, strict=True)
+        for one, *parts in zip(*results, strict=True)
     )
 
 
@@ -58,14 +61,49 @@ def test_what_a_shard_computes_alone_is_a_shard_of_the_result(
 ) -> None:
     """A reader found ``histc``, ``renorm`` and norms of matrices whose number was taken for a dim."""
     shard = WHOLE.chunk(2, dim)[0]
-    facts = ShardFacts(shard, cut=False, shard_dim=dim, numel=shard.numel())
+    facts = ShardFacts(shard, cut=False, shard_dim=dim, elements=shard.numel())
     if not needs_whole(name, facts, (shard, *arguments), {}):
-        assert are_shards(call, arguments, dim)
+        assert are_shards(call, *((weight, *arguments) for weight in (WHOLE, *WHOLE.chunk(2, dim))))
 
 
 def test_a_reduction_over_the_other_dim_is_a_part_of_the_shard() -> None:
     shard = WHOLE.chunk(2, 1)[0]
-    facts = ShardFacts(shard, cut=False, shard_dim=1, numel=shard.numel())
+    facts = ShardFacts(shard, cut=False, shard_dim=1, elements=shard.numel())
     for name in (*OVER_DIMS, *OVER_ONE):
         assert not needs_whole(name, facts, (shard, 0), {}) and not needs_whole(name, facts, (shard,), {"dim": -2})
     assert not needs_whole("norm", facts, (shard, 2, 0), {}) and not needs_whole("quantile", facts, (shard, 0.5, 0), {})
+    assert needs_whole("sum", facts, (shard,), {"axis": 1}) and not needs_whole("sum", facts, (shard,), {"axis": 0})
+
+
+def arguments(weight: Tensor, first: Tensor, second: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yield a weight, also of whole numbers, and what functions may take behind it."""
+    mask, rows = first > 0.5, torch.tensor([0, 1])
+    behind: list[tuple[Any, ...]] = [(), (0,), (1,), (2,), (0.5,), (0, 1), (0.2, 0.5), (2, 0, 0.5), (torch.float32,)]
+    behind += [(first,), (first, second), (first, 0.5), (mask,), (mask, second), (mask, 0.5), (rows,)]
+    behind += [(0, mask.long(), second), (0, rows, second[:2]), (0, rows, second[:2], "prod")]
+    for others in behind:
+        yield weight, *others
+        yield weight.mul(9).long(), *others
+
+
+@pytest.mark.filterwarnings("ignore")  # of deprecated functions
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_shard_is_given_to_what_goes_element_by_element(dim: int) -> None:
+    """Functions that no list named were run: ``scatter_add_``, ``cumsum_``, ``roll``, ``triu`` of a shard."""
+    values = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    calls = list(zip(*(list(arguments(*part)) for part in (values, *values.chunk(2, dim + 1))), strict=True))
+    named = [(name, getattr(place, name)) for place in (Tensor, torch, F) for name in dir(place)]
+    given: set[str] = set()
+    wrong: set[str] = set()
+    for name, call in named:
+        if not callable(call) or isinstance(call, type) or name in shard_operations._VIEWS or not keeps_numbers(name):
+            continue
+        for whole, *halves in calls:
+            shard = halves[0][0]
+            if needs_whole(name, ShardFacts(shard, False, dim, shard.numel()), halves[0], {}):
+                continue
+            with suppress(Exception):  # it takes other arguments
+                one, other = (tensors(call(whole[0].clone(), *whole[1:])) for _ in range(2))
+                if all(torch.allclose(a, b, equal_nan=True) for a, b in zip(one, other, strict=True)):  # not random
+                    (given if are_shards(call, whole, *halves) else wrong).add(name)
+    assert not wrong and {"add", "mul_", "__rsub__", "where", "gelu", "cumsum", "softmax", "clone", "to"} <= given

@@ -17,6 +17,7 @@ from triax.grid.layout import layout_of, set_layout
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from triax.zero import ShardedOptimizer, gathered
 
+from support.foreign_optimizers import Foreign
 from support.sharded_loops import STEPS, WIDTH, Net, backward, loss_of, microbatch, net
 
 
@@ -366,6 +367,39 @@ def torch_copy(state: Any) -> Any:
 def test_its_state_is_saved_and_loaded(ranks: Any, half: bool) -> None:
     for stage in range(4):
         assert all(ranks(2, resumed, stage, half))
+
+
+class WideMomentum(Foreign):
+    """Keeps its momentum in fp32, whatever the dtype of what it steps."""
+
+    def update(self, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+        momentum = state.setdefault("momentum", torch.zeros_like(p, dtype=torch.float32))
+        p.sub_(momentum.mul_(0.9).add_(g), alpha=group["lr"])
+
+
+def momentum_pair(**parameters: Tensor) -> ShardedOptimizer:
+    """Return an optimizer of named bf16 parameters, after two steps."""
+    named = {name: nn.Parameter(value.clone()) for name, value in parameters.items()}
+    optimizer = ShardedOptimizer(
+        WideMomentum, named.items(), Grid(), lr=0.1, weight_dtype=torch.bfloat16, master_dtype=torch.bfloat16
+    )
+    for step in (1, 2):
+        optimizer.zero_grad()
+        sum((p * p / (3.0 * step)).sum() for p in named.values()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return optimizer
+
+
+def test_saved_state_is_loaded_bit_by_bit_to_its_own_names() -> None:
+    """Momentum in fp32 came back rounded to bf16, and parameters in another order got each other's."""
+    a, b = torch.randn(2, 9, generator=torch.Generator().manual_seed(0))
+    state = torch_copy(momentum_pair(a=a, b=b).state_dict())
+    loaded = momentum_pair(a=b, b=a)
+    loaded.load_state_dict(state)
+    momentum, saved = loaded.state_dict()["state"][0]["momentum"], state["state"][0]["momentum"]
+    assert torch.equal(momentum, saved) and not torch.equal(saved, saved.bfloat16())
+    with pytest.raises(ValueError, match="a has the place of b"):
+        momentum_pair(b=b, a=a).load_state_dict(state)
 
 
 def half_precision(stage: int) -> list[float]:

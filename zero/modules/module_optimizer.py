@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...base.nest import map_tensors
 from ...grid import Grid
 from ..axis_options import ZeroOptions
 from ..data_axis import ZeroDataAxis
@@ -111,14 +113,15 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         """Load what ``state_dict`` returned on this rank. Load the module's weights before, within ``zero.gathered``.
 
         Raises:
-            ValueError: the state was saved by another rank, or with other parameters, another stage or another size of
-                the data axis.
+            ValueError: the state was saved by another rank, or with other parameters, another order of them, another
+                stage or another size of the data axis.
         """
         shard, saved_shard = self._shard(), state_dict.get("shard")
         names = self._names()
-        unlike = sorted(set(names) ^ set(state_dict.get("names", names)))
+        saved_names = state_dict.get("names", names)
+        unlike = sorted(set(names) ^ set(saved_names))
         if unlike:
-            there = "were" if unlike[0] in state_dict["names"] else "were not"
+            there = "were" if unlike[0] in saved_names else "were not"
             raise ValueError(
                 f"the trained parameters differ from the saved ones in {len(unlike)}: {', '.join(unlike[:8])}. The "
                 f"first {there} trained when the state was saved. Make the optimizer while all of them require "
@@ -129,18 +132,24 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
                 f"the state was saved of shard {saved_shard}, but this rank has shard {shard}: load what this rank "
                 "saved, with the same parameters, stage and number of replicas"
             )
+        for name, saved_name in zip(names, saved_names, strict=True):
+            if name != saved_name:
+                raise ValueError(
+                    f"the parameters have another order than the saved ones: {name} has the place of {saved_name}. "
+                    "Make the optimizer with the parameters in the order in which they were when the state was saved"
+                )
         if self._data_axis.exchange is not None:
             load_exchange_state_dict(self._data_axis.exchange, state_dict.get("exchange"))
         own = ("shard", "masters", "names", "exchange", "late")
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key not in own})
         self._show_inner_options()
         self.state = self.inner.state
-        # torch has cast the state to the dtype of what is stepped, but the optimizer may have chosen another one.
+        # torch has rounded all but ``step`` to the dtype of what is stepped, but the optimizer may keep another one.
         masters = (master for group in self.inner.param_groups for master in group["params"])
         for index, master in enumerate(masters):
             for key, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[master][key] = self.state[master][key].to(value.dtype)
+                if key != "step":
+                    self.state[master][key] = map_tensors(methodcaller("to", master.device), value)
         for master, saved in zip(self._masters(), state_dict["masters"], strict=True):
             master.copy_(saved)
         if (late := self._data_axis.stepper.late) is not None:

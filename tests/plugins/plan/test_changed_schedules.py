@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from triax import Batch, Engine, Grid, PipelineEngine, PipelineModule, ScheduleOptions
+from triax import Batch, Engine, Grid, PipelineEngine, PipelineModule, Recomputation, ScheduleOptions
 from triax.base.errors import ConfigError
 from triax.cli.main import app
 from triax.models.config import DecoderConfig, LlamaConfig, MixtralConfig
@@ -291,8 +291,9 @@ def test_a_written_plan_with_options_dry_runs(
     assert done.exit_code == 0, done.output or done.exception
 
 
-def counted(config: Any, **options: Any) -> tuple[float, float]:
+def counted(config: Any, layers: str = "none", **options: Any) -> tuple[float, float]:
     """Return the bytes of activations of a step of four sequences on one process: counted, and by the formulas."""
+    again: dict[str, Any] = {"mlp": Recomputation(mlp_tile=8), "selective": Recomputation(granularity="selective")}
     torch.manual_seed(0)
     grid = Grid()
     model = PipelineModule(llama_layers(config), grid=grid, loss_fn=NextTokenLoss(grid, config.vocab_size))
@@ -301,13 +302,14 @@ def counted(config: Any, **options: Any) -> tuple[float, float]:
         optimizer=torch.optim.SGD,
         batch=Batch(size=4, microbatch=1),
         schedule=ScheduleOptions(name="gpipe", **options),
+        recompute=again.get(layers, "none"),
     )
     assert isinstance(engine, PipelineEngine)
     rows = torch.randint(config.vocab_size, (1, 65))
     engine.record_memory = True
     engine.train_batch(iter([(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())] * 4))
     memory = ModelMemory(config, precision="fp32", device="cpu")
-    [wanted] = memory.ranks(ParallelLayout(schedule="gpipe"), 4, 64, engine.program.schedule)
+    [wanted] = memory.ranks(ParallelLayout(schedule="gpipe", recompute=layers), 4, 64, engine.program.schedule)
     return engine.memory_report()["held"]["activations"], wanted.activations
 
 
@@ -320,3 +322,7 @@ def test_memory_with_options_is_what_a_run_counts() -> None:
     # The meter counts what autograd saves, to which the buffers of keys and values do not belong: of each layer and
     # sequence 64 tokens x 2 heads x (8 + 8) numbers, and of one sequence their gradients, and those of one slice.
     assert sliced[1] == pytest.approx(sliced[0] + 4 * 64 * 32 * (4 * 3 + 3 + 1), rel=0.01)
+    # Recomputation of the MLP keeps no keys and values either. The core of attention keeps its inputs, which they are.
+    for layers in ("mlp", "selective"):
+        held, wanted = counted(config, layers, slices=4)
+        assert wanted - held == sliced[1] - sliced[0], layers
