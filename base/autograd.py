@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 from weakref import WeakMethod, ref
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .nest import map_tensors, tensors_of
-from .torch_private import call_after_backward, sum_hooks
+from .torch_private import backward_task, call_after_backward, sum_hooks
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -107,6 +108,24 @@ class WeakHook:
     def __call__(self, tensor: Tensor) -> None:
         if (owner := self._reference()) is not None:
             self._function(owner, tensor)
+
+
+_RUNS_AGAIN = ContextVar("runs again", default=False)
+
+
+@contextmanager
+def running_again() -> Iterator[None]:
+    """Context of a forward pass that repeats an earlier one, to make its saved tensors anew."""
+    token = _RUNS_AGAIN.set(True)
+    try:
+        yield
+    finally:
+        _RUNS_AGAIN.reset(token)
+
+
+def runs_again() -> bool:
+    """Return True in a forward pass that repeats an earlier one: within ``running_again``, or in a backward pass."""
+    return _RUNS_AGAIN.get() or backward_task() != -1
 
 
 @contextmanager

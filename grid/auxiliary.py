@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.torch_private import backward_task
+from ..base.autograd import runs_again
 
 
 class AuxiliaryLosses:
@@ -46,7 +46,7 @@ class AuxiliaryLosses:
         if not torch.is_grad_enabled():
             return x
         weight = 1.0 / max(x.shape[0], 1) if self.weight is None else self.weight
-        if counted and backward_task() == -1:
+        if counted and not runs_again():
             value = loss.detach().double() * weight
             self.values[name] = self.values[name] + value if name in self.values else value
         if not loss.requires_grad:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base.torch_private import backward_task
+from ..base.autograd import runs_again
 from ..base.uncompiled import uncompiled
 from ..grid import Grid
 from ..grid.auxiliary import AuxiliaryLayer
@@ -276,7 +276,7 @@ class MoE(AuxiliaryLayer):
         needs_all_counts = own_fractions or (needs_lengths and valid is not None)
         counts = Statistics(routing, valid, self._axes, needs_all_counts)
         counted = self.sequence_parallel or self.grid.tensor.is_first
-        if counted and backward_task() == -1:
+        if counted and not runs_again():
             self.loads = counts.own if self.loads is None else self.loads + counts.own
         tokens = counts.tokens
         if not needs_all_counts:

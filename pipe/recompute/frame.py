@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...base.autograd import saved_through
+from ...base.autograd import running_again, saved_through
 from ...base.torch_private import function_modes
 from ...grid import Grid
 from ...grid.randomness.random import DropoutState
@@ -291,6 +291,7 @@ class State:
             for write in self._set_generators:
                 write()
             with ExitStack() as stack:
+                stack.enter_context(running_again())
                 for kind, (enabled, dtype) in self._autocast.items():
                     if _autocast(kind) != (enabled, dtype):
                         stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))

@@ -290,6 +290,25 @@ class InputInPlace(Part):
         return self.linear(y.add_(1.0)) + y.detach()
 
 
+class ComplexProduct(Part):
+    """Product of complex numbers, whose gradients need conjugates."""
+
+    def begin(self) -> None:
+        self.mix = nn.Linear(WIDTH, WIDTH, dtype=torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mix(torch.complex(self.linear(x), x))
+        return torch.tanh(y.real * y.imag) + x
+
+
+class Spectrum(Part):
+    """Product with a conjugate, which autograd saves as a view with a bit, of a negated view too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = torch.fft.fft(self.linear(x)), torch.fft.fft(x)
+        return torch.tanh((y * z.conj()).real + y.real * z.conj().imag) + x
+
+
 # ---------------------------------------------------------------------------------------- buffers, modes, lazy parts
 
 
@@ -430,6 +449,11 @@ REFUSED = ("ForeignRandom", "LateModule", "LateParameter")  # in some programs, 
 GLOBAL = ("PythonRandom", "NumpyRandom", "TorchRandom")  # the layers of one process share the generator
 
 
+def double(name: str) -> nn.Module:
+    """Make a layer of ``LAYERS`` in double precision; complex weights stay complex."""
+    return LAYERS[name]().double()
+
+
 def drawn(seed: int) -> Program:
     """Draw a program."""
     draw = random.Random(seed)
@@ -504,15 +528,13 @@ def on_a_grid(program: Program) -> Record:
     gradients = []
     if program.schedule == "module":
         torch.manual_seed(program.seed)
-        model = nn.Sequential(*(LAYERS[name]() for name in program.layers)).double()
+        model = nn.Sequential(*(double(name) for name in program.layers))
         engine: Any = triax.Engine(model, grid=grid, **common)
         layers = [(f"layers.{name}", layer) for name, layer in model.named_children()]
         train, evaluate = partial(loop, engine), partial(evaluated, engine, engine)
     else:
-        specs = [LayerSpec(LAYERS[name]) for name in program.layers]
-        model = PipelineModule(
-            specs, grid=grid, loss_fn=F.mse_loss, dtype=torch.float64, partition="uniform", seed=program.seed
-        )
+        specs = [LayerSpec(double, name) for name in program.layers]
+        model = PipelineModule(specs, grid=grid, loss_fn=F.mse_loss, partition="uniform", seed=program.seed)
         schedule = triax.ScheduleOptions(name=program.schedule, **PASSES.get(program.recompute, {}))
         engine = triax.Engine(model, schedule=schedule, **common)
         layers = [(name, layer) for _, name, layer in model.named_layers()]
@@ -559,7 +581,7 @@ def plainly(program: Program, initial: dict[str, Tensor]) -> list[Record]:
     """Run a program by plain autograd: each replica by itself, with the mean of all replicas' gradients."""
     models = []
     for _ in range(program.data):
-        model = nn.Sequential(*(LAYERS[name]() for name in program.layers)).double()
+        model = nn.Sequential(*(double(name) for name in program.layers))
         model.load_state_dict({k.removeprefix("layers."): v for k, v in initial.items()}, strict=False)
         models.append(model)
     seed_generators(program.seed)
@@ -644,6 +666,12 @@ def all_of(ranks: Any, seeds: range) -> None:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_some_layers_of_users(ranks: Any) -> None:
     all_of(ranks, range(len(LAYERS)))
+
+
+@pytest.mark.parametrize("layer", ["ComplexProduct", "Spectrum"])
+@pytest.mark.parametrize(("schedule", "recompute"), [("zb-h1", "none"), ("gpipe", "offload"), ("zb-v", "matmul")])
+def test_complex_numbers_are_conjugated_once(ranks: Any, layer: str, schedule: str, recompute: str) -> None:
+    assert not judge(ranks, Program((layer,) * 4, 1, 1, schedule, 1, recompute, 8, seed=0))
 
 
 @pytest.mark.exhaustive

@@ -384,6 +384,26 @@ def test_expert_loads_are_those_of_the_gradients(discard: Callable[[Any], object
         torch.testing.assert_close(found.module.state_dict()[name], value, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("balance", [("bias", "sequence"), "batch"])
+def test_a_recomputation_by_the_schedule_counts_no_tokens(balance: Any) -> None:
+    found = []
+    for recompute in (0.0, 0.5, 1.0):
+        model = triax.PipelineModule(layers({"balance": balance}), loss_fn=Loss(), seed=3).double()
+        schedule = triax.ScheduleOptions(name="gpipe", recompute=recompute)
+        batch_sizes = triax.Batch(size=ROWS, microbatches=4)
+        optimizer = triax.Optimizer("SGD", lr=0.1)
+        engine = triax.Engine(model, optimizer=optimizer, batch=batch_sizes, schedule=schedule)
+        repeats = sum(op.kind == "C" for op in engine.program.schedule.orders[0])
+        assert repeats == 4 * recompute
+        for step in range(2):
+            engine.train_batch(iter([*zip(*(part.chunk(4) for part in batch(step)), strict=True)]))
+        state = model.state_dict() | {name: torch.tensor(value) for name, value in engine.auxiliary_losses().items()}
+        found.append((engine.expert_loads(), state))
+    for loads, state in found[1:]:
+        assert loads == found[0][0]
+        assert all(torch.equal(state[name], value) for name, value in found[0][1].items())
+
+
 def small_engine(loss_fn: Any, tmp_path: Path | None = None) -> Any:
     config: dict[str, Any] = {"train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     if tmp_path is not None:
