@@ -130,8 +130,10 @@ class AuxiliarySteps:
             self.clear()
         for name, value in self._values_before.items():
             self._state.values[name] = self._state.values[name] - value
-        for name, loads in self._loads_before.items():
-            self._layers[name].loads = self._layers[name].loads - loads
+        for name, before in self._loads_before.items():
+            loads = self._layers[name].loads
+            assert loads is not None  # they only grow, until ``clear``
+            self._layers[name].loads = loads - before
         self._passes, self._values_before, self._loads_before = passes, {}, {}
 
     def local_sums(self, device: torch.device) -> Tensor:
