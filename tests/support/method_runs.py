@@ -7,22 +7,23 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
+import pytest
 
 from triax.base.errors import ConfigError
+from triax.data.dataloader import BatchOrder
 from triax.grid.environment import read_environment
 from triax.train.file import read_training_file
 from triax.train.job import resolve
 from triax.train.loop import TrainingRun, train
 from triax.train.start import make_job
 
+from support.method_steps import WORDS, same_weights
 from support.toy_answers import model_of, tokenizer
 from support.trl_in_float64 import exact
 
 STEPS, BATCH, RATE = 6, 4, 0.05
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy"]
+STOP = "training.time_limit=0.001s"  # after the first step
+PAIRS = [(f"{a} ", b, a) for a in WORDS for b in WORDS[:4] if a != b]  # prompt, better and worse answer
 FILE = f"""\
 name: NAME
 method: {{name: METHOD}}
@@ -77,6 +78,11 @@ def run(root: str, method: str, *changes: str) -> list[float]:
     return watch.losses
 
 
+def batches_of(data: Any) -> list[list[int]]:
+    """Return the numbers of the samples of each step."""
+    return [*BatchOrder(len(data), BATCH, BATCH, 0, 1, 0)][:STEPS]
+
+
 def refusal_of(name: str, changes: list[str], capsys: Any) -> str:
     """Return the text with which the training file ``name``.yaml of this folder is refused, before or in its run."""
     try:
@@ -89,12 +95,18 @@ def refusal_of(name: str, changes: list[str], capsys: Any) -> str:
     raise AssertionError("nothing was refused")
 
 
-def same_weights(found: Path, wanted: dict[str, Tensor]) -> None:
-    """Check the weights of a folder."""
-    weights = load_file(found / "model.safetensors")
-    assert weights.keys() == wanted.keys()
-    for name, weight in wanted.items():
-        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10, msg=name)
+def same_run(
+    ranks: Any, root: Path, method: str, name: str, wanted: list[float], last: Path, *parts: tuple[int, str]
+) -> None:
+    """Check losses and model of a run: each part is a number of ranks and changes; a part but the last ends early."""
+    losses: list[float] = []
+    for size, changes in parts:
+        assert len(losses) < len(wanted)
+        here = ranks(size, run, str(root), method, f"name={name}", *changes.split("; "))[0]
+        assert here
+        losses += here
+    assert losses == pytest.approx(wanted, rel=1e-10)
+    same_weights(root / "runs" / name / "model", last)
 
 
 def numbers_of(run: Path, prefix: str) -> list[dict[str, float]]:
