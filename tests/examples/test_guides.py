@@ -21,6 +21,7 @@ import sys
 import tomllib
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,13 @@ from typer.testing import CliRunner
 
 import triax
 from triax.cli.main import app
-from triax.grid.environment import read_environment
 from triax.options import table as tables
 from triax.pipe.schedules.registry import RECIPES
-from triax.train.file import read_training_file
-from triax.train.job import resolve
-from triax.train.loop import TrainingRun, train
 from triax.train.model_choice import model_config
 from triax.train.sections import ModelSection, TrainingFile
 
+from support.command_line import run_triax
+from support.file_runs import losses_of
 from support.paths import DOCS, ROOT
 from support.processes import TRIAX, free_port, program, started
 from support.readme_blocks import Block, blocks, commands, programs
@@ -64,6 +63,7 @@ SLOW = {
 INSTALLED = {"npz_export.py", "test_my_model.py", "store_teacher.py"}
 # Two jobs at once: tests/train/methods/test_remote_teacher.py; a user's checkpoint: tests/checkpoint/test_convert.py.
 TOGETHER = ("teach.py", "learn.py", "to_dcp.py")
+TESTING = (DOCS / "guides" / "testing.md").read_text()
 FOREIGN = {"sbatch", "srun", "kubectl", "ssh", "mpirun", "export", "nvidia-smi"}  # they need a cluster
 
 
@@ -124,46 +124,62 @@ def test_a_program_prints_what_its_page_shows(
         assert first == output
 
 
-def new_project(folder: Path) -> Path:
-    CliRunner().invoke(app, ["new", str(folder / "my_model")])
-    return folder / "my_model"
+CHECKED = {"testing": ("test_my_model.py", 2), "model-shapes": ("heads.py", 1), "losses": ("clip.py", 1)}
+# A process of its own: its ranks find the functions of these programs on its path.
+IN_ONE_PROCESS = """
+import json, sys
+from support.command_line import run_triax
+print(json.dumps([run_triax(*words) for words in json.loads(sys.argv[1])]))
+"""
 
 
-@pytest.mark.parametrize(
-    ("guide", "file", "count"),
-    [("testing", "test_my_model.py", 2), ("model-shapes", "heads.py", 1), ("losses", "clip.py", 1)],
-)
-def test_triax_check_holds_for_the_model_of_its_guide(guide: str, file: str, count: int, tmp_path: Path) -> None:
-    """The commands of a guide that name a function of its program."""
-    page = DOCS / "guides" / f"{guide}.md"
-    folder = new_project(tmp_path)
-    for name, source in programs(page.read_text()).items():
-        (folder / name).write_text(source)
-    commands = [shlex.split(command) for command, _ in shown(page.read_text()) if f"{file}:" in command]
-    assert len(commands) == count
-    for command, *words in commands:
-        found = subprocess.run([*TRIAX, *words], cwd=folder, capture_output=True, text=True, check=False)
-        assert command == "triax" and found.returncode == 0, found.stdout + found.stderr
-
-
-def test_triax_check_says_of_a_mean_over_a_shard_what_its_guide_shows(tmp_path: Path) -> None:
-    """But for line breaks, and for the last digits, which are another CPU's and another torch's."""
-    text = (DOCS / "guides" / "testing.md").read_text()
-    shows = [block.text for block in blocks(text) if block.language == "text"]
-    (mistake,) = (each for each in shows if "inner.mean" in each)
-    (said,) = (each for each in shows if each.startswith("step 0"))
-    file = new_project(tmp_path) / "my_model.py"
-    script, right = file.read_text(), "        return x + self.down(F.gelu(self.up(self.norm2(x))))"
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str]]]:
+    """Exit codes and outputs of the guides' commands ``triax check``, in a new project; and of the guide's mistake."""
+    folder = tmp_path_factory.mktemp("projects") / "my_model"
+    assert run_triax("new", folder)[0] == 0
+    typed = {}
+    for guide, (file, count) in CHECKED.items():
+        text = (DOCS / "guides" / f"{guide}.md").read_text()
+        for name, source in programs(text).items():
+            (folder / name).write_text(source)
+        typed[guide] = [shlex.split(command)[1:] for command, _ in shown(text) if command.startswith("triax check ")]
+        typed[guide] = [words for words in typed[guide] if any(word.startswith(f"{file}:") for word in words)]
+        assert len(typed[guide]) == count
+    script, right = (folder / "my_model.py").read_text(), "        return x + self.down(F.gelu(self.up(self.norm2(x))))"
+    (mistake,) = (block.text for block in blocks(TESTING) if "inner.mean" in block.text and block.language == "text")
     at = next(line for line in script.splitlines(keepends=True) if line.startswith(right))
-    file.write_text(script.replace(at, mistake))
-    command = [*TRIAX, "check", "test_my_model.py:build", "--axes", "tensor", "--json"]
-    found = subprocess.run(command, cwd=file.parent, capture_output=True, text=True, check=False)
-    (row,) = (each for each in json.loads(found.stdout)["runs"] if not each["holds"])
+    (folder / "mistaken.py").write_text(script.replace(at, mistake))
+    test = (folder / "test_my_model.py").read_text()
+    (folder / "test_mistaken.py").write_text(test.replace("from my_model import", "from mistaken import"))
+    typed["mistake"] = [["check", "test_mistaken.py:build", "--axes", "tensor", "--json"]]
+    path = os.pathsep.join([str(ROOT / "tests"), str(folder), *sys.path])
+    command = [sys.executable, "-c", IN_ONE_PROCESS, json.dumps([*chain(*typed.values())])]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = iter(json.loads(done.stdout))
+    return {guide: [next(results) for _ in commands] for guide, commands in typed.items()}
+
+
+@pytest.mark.parametrize("guide", CHECKED)
+def test_triax_check_holds_for_the_model_of_its_guide(guide: str, checked: Any) -> None:
+    """The commands of a guide that name a function of its program."""
+    assert [code for code, _ in checked[guide]] == [0] * CHECKED[guide][1], checked[guide]
+
+
+def test_triax_check_says_of_a_mean_over_a_shard_what_its_guide_shows(checked: Any) -> None:
+    """But for line breaks, and for the last digits, which are another CPU's and another torch's."""
+    (said,) = (block.text for block in blocks(TESTING) if block.text.startswith("step 0"))
+    ((code, output),) = checked["mistake"]
+    (row,) = (each for each in json.loads(output)["runs"] if not each["holds"])
     lines = f"{row['difference']} first: {row['where']} usually: {row['cause']}"
     digits = re.compile(r"(-?\d\.\d{6}|linear\.py:)\d+")
     whole = f"{row['what']}, {row['difference']}"  # what assert_equals_one_process says of it
-    lines, said, whole, text = (digits.sub(r"\1", " ".join(each.split())) for each in (lines, said, whole, text))
-    assert lines == said and whole in text
+    texts = (lines.replace("mistaken", "my_model"), said, whole, TESTING)
+    lines, said, whole, text = (digits.sub(r"\1", " ".join(each.split())) for each in texts)
+    assert code == 1 and lines == said and whole in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
@@ -371,24 +387,6 @@ def test_megatrons_table_names_keys_that_are_there() -> None:
                 ), name
 
 
-def run_of_a_file(folder: str, file: str, *changes: str) -> list[float]:
-    """Be a rank of `triax train FILE KEY=VALUE ...`; return the losses."""
-    losses: list[float] = []
-
-    class Watch:
-        def start(self, run: TrainingRun) -> None:
-            pass
-
-        def after_step(self, run: TrainingRun, loss: float) -> None:
-            losses.append(loss)
-
-    os.chdir(folder)
-    environment = read_environment()
-    size = None if environment is None else environment.world_size
-    train(resolve(read_training_file(file, changes)[0], size), [Watch()])
-    return losses
-
-
 def test_megatrons_small_runs_train_and_continue(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (DOCS / "moving-from" / "megatron.md").read_text()
     for block in blocks(text):
@@ -408,7 +406,7 @@ def test_megatrons_small_runs_train_and_continue(ranks: Any, tmp_path: Path, mon
     exact = ("precision=fp64", "monitor.trace=false")
     fewer = ((4, 2), (4, 2), (4, 3), (1, 2))  # ranks, steps; the page's 20, 20, 30 and 20 steps
     four, interleaved, rest, one = (
-        ranks(size, run_of_a_file, str(tmp_path), *words[2:], f"training.steps={steps}", *exact)[0]
+        ranks(size, losses_of, str(tmp_path), *words[2:], f"training.steps={steps}", *exact)[0]
         for words, (size, steps) in zip(runs, fewer, strict=True)
     )
     assert len(four) == 2 and all(each == pytest.approx(four, rel=1e-10) for each in (interleaved, one))

@@ -18,6 +18,7 @@ Training on ranks
     decoder_runs.py, five_axes.py: decoders on any grid, one model on any grid of five axes, beside one process
     compositions.py: a random composition of layers, grid and options
     generating_models.py: models that generate
+    file_runs.py: runs of training files, and the numbers that they write
     method_steps.py, method_runs.py: steps of post-training methods beside a reference, runs of their training files
     sharding_plans.py, lora_runs.py, trainer_jobs.py: plans, adapters, the Trainer
 

@@ -11,12 +11,10 @@ import pytest
 
 from triax.base.errors import ConfigError
 from triax.data.dataloader import BatchOrder
-from triax.grid.environment import read_environment
 from triax.train.file import read_training_file
-from triax.train.job import resolve
-from triax.train.loop import TrainingRun, train
 from triax.train.start import make_job
 
+from support.file_runs import losses_of
 from support.method_steps import WORDS, same_weights
 from support.toy_answers import model_of, tokenizer
 from support.trl_in_float64 import exact
@@ -42,19 +40,6 @@ monitor: {{trace: false}}
 """
 
 
-class Losses:
-    """Watch that keeps the loss of each step."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def start(self, run: TrainingRun) -> None:
-        pass
-
-    def after_step(self, run: TrainingRun, loss: float) -> None:
-        self.losses.append(loss)
-
-
 def write_model(folder: Path) -> None:
     """Write the first model and its tokenizer."""
     with exact():
@@ -70,12 +55,7 @@ def write_samples(root: Path, method: str, samples: list[dict[str, Any]], file: 
 
 def run(root: str, method: str, *changes: str) -> list[float]:
     """Be a rank of a run; return the losses of its steps."""
-    os.chdir(root)
-    environment = read_environment()
-    file, _ = read_training_file(f"{method}.yaml", changes)
-    watch = Losses()
-    train(resolve(file, None if environment is None else environment.world_size), [watch])
-    return watch.losses
+    return losses_of(root, f"{method}.yaml", *changes)
 
 
 def batches_of(data: Any) -> list[list[int]]:
@@ -107,10 +87,3 @@ def same_run(
         losses += here
     assert losses == pytest.approx(wanted, rel=1e-10)
     same_weights(root / "runs" / name / "model", last)
-
-
-def numbers_of(run: Path, prefix: str) -> list[dict[str, float]]:
-    """Return the numbers of metrics.jsonl under names with a prefix, of each line that has some."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found = [{name.removeprefix(prefix): row[name] for name in row if name.startswith(prefix)} for row in rows]
-    return [each for each in found if each]

@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 
 from triax.data.answers import Answers
 
+from support.file_runs import numbers_of
 from support.method_runs import (
     BATCH,
     PAIRS,
     RATE,
     STOP,
     batches_of,
-    numbers_of,
     refusal_of,
     run,
     same_run,

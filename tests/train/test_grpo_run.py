@@ -19,7 +19,8 @@ from triax.data.prompts import Prompts, PromptTokenizer
 from triax.train.file import read_training_file
 from triax.train.methods import Rollouts, grpo_loss
 
-from support.method_runs import FILE, RATE, WORDS, numbers_of, refusal_of, run, same_run, write_samples
+from support.file_runs import numbers_of
+from support.method_runs import FILE, RATE, WORDS, refusal_of, run, same_run, write_samples
 from support.toy_answers import model_of, tokenizer
 from support.trl_in_float64 import exact
 

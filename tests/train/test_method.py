@@ -11,6 +11,7 @@ from torch import Tensor
 
 from triax.data.answers import Answers
 
+from support.file_runs import numbers_of
 from support.method_runs import (
     BATCH,
     PAIRS,
@@ -18,7 +19,6 @@ from support.method_runs import (
     STEPS,
     STOP,
     batches_of,
-    numbers_of,
     refusal_of,
     run,
     same_run,

@@ -10,6 +10,7 @@ import torch
 
 from triax.data.answers import Answers
 
+from support.file_runs import numbers_of
 from support.method_runs import (
     BATCH,
     PAIRS,
@@ -17,7 +18,6 @@ from support.method_runs import (
     STEPS,
     STOP,
     batches_of,
-    numbers_of,
     refusal_of,
     run,
     same_run,
