@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -50,7 +48,7 @@ from support.lora_runs import (
     train,
 )
 from support.paths import DOCS
-from support.readme_blocks import programs
+from support.readme_blocks import programs, run_page_program
 
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 SEQUENCE, RECOMPUTED = {"sequence_parallel": True}, {"activation_checkpointing": {"interval": 1}}
@@ -394,12 +392,6 @@ def test_the_names_that_an_error_proposes_are_accepted() -> None:
     assert len(proposed) == 7
 
 
-def test_the_programs_of_the_page_run(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    for source in programs((DOCS / "lora.md").read_text()).values():
-        ranks(1, run_program, source, tmp_path)
-
-
-def run_program(source: str, folder: Path) -> None:
-    os.chdir(folder)
-    sys.argv = ["program.py"]
-    exec(compile(source, "docs/lora.md", "exec"), {"__name__": "__main__"})
+def test_the_programs_of_the_lora_page_run(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    for name in programs((DOCS / "lora.md").read_text()):
+        ranks(1, run_page_program, "lora.md", str(tmp_path), name)

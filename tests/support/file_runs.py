@@ -31,6 +31,7 @@ class Recorder:
     """Watch that keeps the run, the initial weights, and loss, gradients and weights of each step."""
 
     def __init__(self) -> None:
+        self.initial: Tensors = {}
         self.steps: list[tuple[float, Tensors, Tensors]] = []
 
     def start(self, run: TrainingRun) -> None:

@@ -26,7 +26,7 @@ STEPS = pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.
 class Place(NamedTuple):
     """Where and how a model is trained."""
 
-    axes: dict[str, int]
+    axes: dict[str, Any]
     schedule: str = "1f1b"
     stage: Any = 1
     labels: Any = "read"

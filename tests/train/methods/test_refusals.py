@@ -133,7 +133,7 @@ def test_a_method_refuses_a_mistake(call: Callable[[], Any], words: str) -> None
 def test_models_that_give_no_reward_are_refused(tmp_path: Path) -> None:
     import transformers
 
-    three = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES, num_labels=3))
+    three = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES | {"num_labels": 3}))
     olmoe = triax.config_from_hf(transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**SIZES, num_experts=8)))
     layers = reward_layers(triax.models.mixtral_layers(olmoe))  # type: ignore[arg-type]
     assert "has 3 scores, but triax's layers have one" in error_text(lambda: triax.load_hf(three))
