@@ -31,16 +31,14 @@ import torch
 import torch.distributed.pipelining.schedules as torch_schedules
 import yaml
 from torch import nn
-from typer.testing import CliRunner
 
 import triax
-from triax.cli.main import app
 from triax.options import table as tables
 from triax.pipe.schedules.registry import RECIPES
 from triax.train.model_choice import model_config
 from triax.train.sections import ModelSection, TrainingFile
 
-from support.command_line import run_triax
+from support.command_line import output_of, run_triax
 from support.file_runs import losses_of
 from support.paths import DOCS, ROOT
 from support.processes import TRIAX, free_port, program, started
@@ -397,7 +395,7 @@ def test_megatrons_small_runs_train_and_continue(ranks: Any, tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     small = text.partition("## A small run")[2].partition("\n## ")[0]
     (_, *tokenize), *runs = [shlex.split(command) for command, _ in shown(small)]
-    assert CliRunner().invoke(app, tokenize).exit_code == 0
+    output_of(*tokenize)
     assert [words[:3] for words in runs] == [["triax", "train", "small.yaml"]] * 4
     assert "training.steps=30" in runs[2]
     rates = [3e-4 * (0.1 + 0.9 * math.cos(math.pi / 2 * step / of) ** 2) for step, of in ((19, 20), (20, 30))]
@@ -411,8 +409,7 @@ def test_megatrons_small_runs_train_and_continue(ranks: Any, tmp_path: Path, mon
     )
     assert len(four) == 2 and all(each == pytest.approx(four, rel=1e-10) for each in (interleaved, one))
     assert len(rest) == 1
-    gpt = CliRunner().invoke(app, ["train", "gpt.yaml", "--explain", "--processes", "4"])
-    assert gpt.exit_code == 0 and "pipe 2 x tensor 2" in gpt.output, gpt.output
+    assert "pipe 2 x tensor 2" in output_of("train", "gpt.yaml", "--explain", "--processes", 4)
 
 
 def test_megatrons_run_is_explained_as_the_page_shows(tmp_path: Path) -> None:
@@ -421,9 +418,8 @@ def test_megatrons_run_is_explained_as_the_page_shows(tmp_path: Path) -> None:
     (shown,) = [block.text for block in blocks(text) if "bytes of a rank, in GiB" in block.text]
     file = tmp_path / "llama.yaml"  # with the shape of the folder
     file.write_text(re.sub(r"folder: Llama-3-70B.*", "preset: llama3-70b", run))
-    done = CliRunner().invoke(app, ["train", str(file), "--explain", "--processes", "64"], env={"COLUMNS": "200"})
-    assert done.exit_code == 0, done.output
-    assert [line for line in shown.splitlines() if line not in done.output.splitlines()] == []
+    printed = output_of("train", file, "--explain", "--processes", 64, columns=200).splitlines()
+    assert [line for line in shown.splitlines() if line not in printed] == []
 
 
 def test_torchs_schedules_have_these_names() -> None:
@@ -496,15 +492,14 @@ def exported(page: str, folder: str) -> None:
     engine = triax.Engine(nn.BatchNorm1d(3), batch=triax.Batch(microbatch=1))
     engine.save_checkpoint(run)
     for options, dtype in (([], "float32"), (["--dtype", "float16"], "float16")):
-        done = CliRunner().invoke(app, ["checkpoint", "export", run, out, "--format", "npz", *options])
-        assert done.exit_code == 0, done.output
+        output_of("checkpoint", "export", run, out, "--format", "npz", *options)
         arrays, state = np.load(Path(out, "model.npz")), engine.module_state_dict()
         assert set(arrays.files) == set(state)
         for name, tensor in state.items():
             assert arrays[name].dtype == (dtype if tensor.is_floating_point() else "int64")
             np.testing.assert_array_equal(arrays[name], tensor.detach().numpy())
-    refused = CliRunner().invoke(app, ["checkpoint", "export", run, out, "--format", "npz", "--dtype", "bfloat16"])
-    assert refused.exit_code != 0 and "NumPy has no bfloat16" in str(refused.exception or refused.output)
+    code, text = run_triax("checkpoint", "export", run, out, "--format", "npz", "--dtype", "bfloat16")
+    assert code != 0 and "NumPy has no bfloat16" in text
 
 
 def scheduled(page: str, folder: str) -> None:
@@ -514,8 +509,7 @@ def scheduled(page: str, folder: str) -> None:
     batch = triax.Batch(size=4, microbatches=4)
     engine = triax.Engine(model, optimizer=torch.optim.SGD, batch=batch, schedule="late-weights")
     assert engine.program.schedule.name == "late-weights"
-    done = CliRunner().invoke(app, ["schedule", "late-weights", "--pipe", "4", "--microbatches", "8"])
-    assert done.exit_code == 0 and "late-weights" in done.output
+    assert "late-weights" in output_of("schedule", "late-weights", "--pipe", 4, "--microbatches", 8)
 
 
 def test_a_package_adds_a_format_of_checkpoints(ranks: Any, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from triax.models.huggingface.adapters import CARRIED, HARMLESS, peft_options
 from triax.models.layers import NextTokenLoss
 from triax.tensor_parallel.embedding import gather_logits
 
+from support.command_line import output_of
 from support.exact_norms import exact
 from support.lora_runs import (
     EPS,
@@ -308,17 +309,11 @@ def test_adapters_that_mean_something_else_are_refused_in_one_line(tmp_path: Pat
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 def test_a_checkpoint_is_exported_for_peft_and_merged(ranks: Any, tmp_path: Path, case: str) -> None:
-    from typer.testing import CliRunner
-
-    from triax.cli.main import app
-
     folder, out = saved(tmp_path / "model", case), tmp_path / "checkpoints"
     lora = EVERY if case == "llama" else GPT2_SOME
     end = ranks(4, save_only, folder, out, (2, 1, 2), lora)[0]
-    for words in (["adapter"], ["merged", "--merge-lora"]):
-        target = [str(tmp_path / words[0]), "--format", "hf", *words[1:]]
-        done = CliRunner().invoke(app, ["checkpoint", "export", str(out), *target])
-        assert done.exit_code == 0, done.output
+    output_of("checkpoint", "export", out, tmp_path / "adapter", "--format", "hf")
+    output_of("checkpoint", "export", out, tmp_path / "merged", "--format", "hf", "--merge-lora")
     logits = logits_of(peft_model(case, lora, end))
     torch.testing.assert_close(logits_of(loaded_by_peft(case, tmp_path / "adapter")), logits, rtol=0, atol=1e-10)
     torch.testing.assert_close(logits_of(loaded(tmp_path / "merged")), logits, rtol=0, atol=1e-10)

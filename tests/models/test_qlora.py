@@ -15,6 +15,7 @@ import triax
 from triax.grid import Grid
 from triax.models.layers import NextTokenLoss
 
+from support.command_line import output_of
 from support.lora_runs import (
     EPS,
     LR,
@@ -116,14 +117,9 @@ def test_a_lora_checkpoint_resumes_on_another_grid(
 
 def exported(out: Path, folder: Path, weights: dict[str, Tensor]) -> None:
     """Check the exports of a checkpoint: PEFT's folder, and merged weights in floating point."""
-    from typer.testing import CliRunner
-
-    from triax.cli.main import app
-
-    for words in (["adapter"], ["merged", "--merge-lora"]):
-        target = [str(folder / words[0]), "--format", "hf", *words[1:]]
-        done = CliRunner().invoke(app, ["checkpoint", "export", str(out / "all"), *target])
-        assert done.exit_code == 0, done.output
+    export = ("checkpoint", "export", out / "all")
+    output_of(*export, folder / "adapter", "--format", "hf")
+    output_of(*export, folder / "merged", "--format", "hf", "--merge-lora")
     model: Any = loaded(folder / "merged")
     layer = model.model.layers[0].mlp.down_proj
     plain: Any = make("wide").model.layers[0].mlp.down_proj

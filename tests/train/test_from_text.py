@@ -22,15 +22,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from typer.testing import CliRunner
 
-from triax.cli.main import app
 from triax.data import TokenData
 from triax.grid.environment import read_environment
 from triax.train.file import read_training_file
 from triax.train.loop import train
 from triax.train.start import make_job
 
+from support.command_line import output_of
 from support.file_runs import written_losses
 from support.paths import DOCS
 from support.processes import started
@@ -64,9 +63,7 @@ def make_folder(folder: Path) -> Path:
 
 def typed(command: str) -> str:
     """Run a command of the page in this process; return what it prints."""
-    done = CliRunner().invoke(app, shlex.split(command)[1:], catch_exceptions=False)
-    assert done.exit_code == 0, f"{command}: {done.output}"
-    return done.stdout
+    return output_of(*shlex.split(command)[1:])
 
 
 @pytest.fixture(scope="module")

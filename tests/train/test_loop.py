@@ -30,6 +30,7 @@ from triax.train.job import resolve
 from triax.train.loop import TrainingRun
 from triax.train.progress import Reporter, in_lines, step_figures
 
+from support.command_line import output_of
 from support.file_runs import Recorder, Tensors, Watch, numbers_of, rows_of, run_watched, validations
 from support.reference import gpt_logits
 from support.tokenized import folder
@@ -317,9 +318,6 @@ def test_the_best_model_is_kept_and_patience_ends_the_run(
 def test_a_model_of_bytes_is_exported_with_its_tokenizer(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' pipeline continues a prompt as triax generate does; all bytes go there and back."""
     import transformers
-    from typer.testing import CliRunner
-
-    from triax.cli.main import app
 
     monkeypatch.chdir(place)
     for preset in ("bytes-tiny", "llama-tiny"):
@@ -330,9 +328,7 @@ def test_a_model_of_bytes_is_exported_with_its_tokenizer(place: Path, monkeypatc
             assert tokenizer(text)["input_ids"] == [*text.encode()]
             assert tokenizer.decode([*text.encode()]) == text
         assert transformers.GenerationConfig.from_pretrained(exported).eos_token_id == tokenizer.eos_token_id == 0
-        words = ["--prompt", "of the", "--max-new-tokens", "12", "--temperature", "0"]
-        ours = CliRunner().invoke(app, ["generate", str(exported), *words])
-        assert ours.exit_code == 0, ours.output
+        ours = output_of("generate", exported, "--prompt", "of the", "--max-new-tokens", 12, "--temperature", 0)
         pipeline = transformers.pipeline("text-generation", str(exported), device="cpu")
         (theirs,) = pipeline("of the", max_new_tokens=12, do_sample=False)
-        assert theirs["generated_text"].strip() == ours.stdout.strip()
+        assert theirs["generated_text"].strip() == ours.strip()

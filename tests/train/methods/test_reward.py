@@ -16,6 +16,7 @@ import triax
 from triax import Grid
 from triax.train.methods import reward_layers, reward_loss
 
+from support.command_line import output_of
 from support.exact_norms import exact as exact_norms
 from support.method_steps import GRIDS, STEPS, Place, engine_at, gets_data, same_steps
 from support.toy_answers import SIZES, in_order, quiet, run_of, steps, tokenizer
@@ -188,15 +189,8 @@ def test_adapters_train_the_new_head_too(tmp_path: Path) -> None:
 
 
 def test_a_reward_checkpoint_is_exported_for_transformers(ranks: Any, tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from triax.cli.main import app
-
     ranks(1, checkpointed, str(tmp_path))
-    done = CliRunner().invoke(
-        app, ["checkpoint", "export", str(tmp_path / "kept"), str(tmp_path / "out"), "--format", "hf"]
-    )
-    assert done.exit_code == 0, done.output
+    output_of("checkpoint", "export", tmp_path / "kept", tmp_path / "out", "--format", "hf")
     assert load_file(tmp_path / "out" / "model.safetensors")["score.weight"].shape == (1, 16)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["architectures"] == ["LlamaForSequenceClassification"] and len(written["id2label"]) == 1
