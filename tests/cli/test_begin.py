@@ -11,34 +11,26 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from triax.cli.main import app
 from triax.engine.monitor.report.run_folder import read_run
 from triax.train.file import read_training_file
 
+from support.command_line import output_of, run_triax
 from support.readme_blocks import commands
-
-
-def typed(*words: str) -> str:
-    done = CliRunner().invoke(app, [*words])
-    assert done.exit_code == 0, f"{done.output}{done.exception}"
-    return done.output
 
 
 @pytest.mark.parametrize("name", ["pretrain", "chat", "llama3-70b-64gpus"])
 def test_a_recipe_has_its_files_and_commands(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert name in typed("recipe")
-    said = typed("recipe", name)
+    assert name in output_of("recipe")
+    said = output_of("recipe", name)
     others = {"chat": {"chat_template.jinja", "conversations.py"}, "llama3-70b-64gpus": {"llama3-70b-64gpus.sbatch"}}
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.yaml", *others.get(name, ())}
     assert "examples/" not in said + "".join(path.read_text() for path in tmp_path.iterdir())
     assert read_training_file(f"{name}.yaml")[0].name == name.removesuffix("-64gpus")
     assert f"{name}.yaml" in said.partition("```sh")[2]
-    again = CliRunner().invoke(app, ["recipe", name])
-    assert "exists. Remove it" in str(again.exception)
-    assert "pretrain" in str(CliRunner().invoke(app, ["recipe", "pretrian"]).exception)
+    assert "exists. Remove it" in run_triax("recipe", name)[1]
+    assert "pretrain" in run_triax("recipe", "pretrian")[1]
 
 
 @pytest.mark.exhaustive
@@ -46,7 +38,7 @@ def test_a_recipe_has_its_files_and_commands(name: str, tmp_path: Path, monkeypa
 def test_a_new_project_passes_its_tests_and_trains(tmp_path: Path) -> None:
     """Every command of its README, as it is typed."""
     where = tmp_path / "my-model"
-    typed("new", str(where))
+    output_of("new", where)
     assert "gpt_plain.py" in {path.name for path in where.iterdir()}
     assert not [path for path in where.iterdir() if re.search("new.project|gpt_3d", path.read_text() + path.name)]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -62,13 +54,12 @@ def test_a_new_project_passes_its_tests_and_trains(tmp_path: Path) -> None:
     assert "4 passed" in printed["python -m pytest"]
     one, four = (re.findall(r"step .* loss \S+", printed[name]) for name in printed if name.startswith("python my"))
     assert one == four and len(one) == 1
-    again = CliRunner().invoke(app, ["new", str(where)])
-    assert "is not an empty folder" in str(again.exception)
+    assert "is not an empty folder" in run_triax("new", where)[1]
 
 
 def test_a_project_needs_the_name_of_a_module(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["new", str(tmp_path / "2 models")])
-    assert "cannot be the name of a Python module" in str(done.exception) and not [*tmp_path.iterdir()]
+    assert "cannot be the name of a Python module" in run_triax("new", tmp_path / "2 models")[1]
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.exhaustive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,14 @@ from triax.pipe.program.layer_costs import LayerCost, LayerCosts
 from triax.plugins.plan.cost import CostModel
 from triax.train.engine_sections import RunSchedule
 
-from support.command_line import run_triax
+from support.command_line import output_of, run_triax
 from support.paths import DOCS
 from support.readme_blocks import commands
 
 HEADED = LayerCosts([LayerCost(1e-3, 1e-3, 1e-3, 1e9, 1e8)] * 7 + [LayerCost(4e-3, 4e-3, 4e-3, 2e9, 5e8)])
 
 
-def run(*words: str, code: int = 0) -> str:
-    found, output = run_triax(*words, columns=200)
-    assert found == code, output
-    return output
+run = partial(output_of, columns=200)
 
 
 @pytest.fixture
@@ -58,7 +56,7 @@ def test_a_limit_is_kept_or_refused(file: str) -> None:
     words = ("schedule", "cuts", file, "--pipe", "2", "--microbatches", "8", "--limit")
     cuts = json.loads(run(*words, "7.5,5", "--json"))["cuts"][2:]
     assert cuts and all(each["bytes"][0] <= 7.5e9 and each["bytes"][1] <= 5e9 for each in cuts)
-    assert "was found within 4 GB" in run(*words, "4", code=2).replace("\n", " ")
+    assert "was found within 4 GB" in run_triax(*words, "4")[1].replace("\n", " ")
 
 
 @pytest.mark.parametrize(
@@ -73,8 +71,8 @@ def test_a_limit_is_kept_or_refused(file: str) -> None:
     ],
 )
 def test_the_cuts_command_refuses_mistakes(file: str, words: list[str], expected: str) -> None:
-    text = run("schedule", *(file if word == "FILE" else word for word in words), code=2)
-    assert expected in " ".join(text.split())
+    code, text = run_triax("schedule", *(file if word == "FILE" else word for word in words), columns=200)
+    assert code == 2 and expected in " ".join(text.split())
 
 
 @pytest.mark.parametrize("extra", ["recompute=none", "recompute=full", "tensor=2"])

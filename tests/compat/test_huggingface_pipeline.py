@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 import triax
 from triax.base.errors import ConfigError
-from triax.cli.main import app
 
+from support.command_line import output_of
 from support.toy_answers import quiet, tokenizer
 from support.trainer_in_float64 import (
     GPT2,
@@ -56,8 +55,7 @@ def test_two_stages_then_one_process(ranks: Any, tmp_path: Path) -> None:
     near(found, wanted, 6)
     shutil.copytree(f"{out}/checkpoint-3", f"{out}/checkpoint-3-copy")  # the output folder means its highest number
     for checkpoint, source in ((out, "checkpoint-6"), (f"{out}/checkpoint-3", "checkpoint-3")):
-        result = CliRunner().invoke(app, ["checkpoint", "export", checkpoint, f"{out}/hf", "--format", "hf"])
-        assert result.exit_code == 0, result.output
+        output_of("checkpoint", "export", checkpoint, f"{out}/hf", "--format", "hf")
         written, saved = exported(f"{out}/hf"), exported(f"{out}/{source}")
         assert written.keys() == saved.keys()
         assert all(torch.equal(written[name], value) for name, value in saved.items())

@@ -16,12 +16,10 @@ import torch
 import triax
 from triax.base.errors import ConfigError
 from triax.cli.main import app
-from triax.grid.environment import read_environment
 from triax.models.huggingface.load import load_hf
 from triax.train.file import read_training_file
-from triax.train.job import resolve
-from triax.train.loop import train
 
+from support.file_runs import losses_of, numbers_of
 from support.toy_answers import LETTERS, model_of, quiet, tokenizer
 from support.trl_in_float64 import exact
 
@@ -161,19 +159,16 @@ def inside(root: Path, *words: object) -> tuple[int, str, str]:
 
 def trained(root: Path, *changes: str) -> str:
     """Be a rank of a run of ``run.yaml``, and return what it printed."""
-    os.chdir(root)
     quiet()
-    out, environment = io.StringIO(), read_environment()
-    with contextlib.redirect_stdout(out):
-        train(resolve(read_training_file("run.yaml", changes)[0], environment.world_size if environment else None))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        losses_of(str(root), "run.yaml", *changes)
     return out.getvalue()
 
 
 def test_a_run_keeps_the_model_of_the_best_metric(ranks: Any, place: Path) -> None:
     """Two stages train; the command evaluates the kept model on two replicas, and finds the run's best number."""
     shown, _ = ranks(2, trained, place, init_group=False)
-    lines = [json.loads(line) for line in (place / "runs" / "tasks" / "metrics.jsonl").read_text().splitlines()]
-    values = [row["Tasks/endings/perplexity"] for row in lines if "Tasks/endings/perplexity" in row]
+    values = [row["endings/perplexity"] for row in numbers_of(place / "runs" / "tasks", "Tasks/")]
     best, step = min(values), values.index(min(values)) + 1
     assert len(values) == step + 2 < 9, values  # patience ended it
     assert "no better endings/perplexity in 2 evaluations (evaluate.patience)" in shown

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from triax.cli.main import app
-
+from support.command_line import output_of
 from support.paths import DOCS
 from support.processes import program
 from support.readme_blocks import commands, make_text, makes_text, programs
@@ -26,11 +24,9 @@ def make_sources(folder: Path) -> None:
 
 
 def run(typed: str) -> str:
-    words = shlex.split(typed)
-    assert words.pop(0) == "triax"
-    done = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert done.exit_code == 0, f"{typed}: {done.output}"
-    return done.output
+    triax, *words = shlex.split(typed)
+    assert triax == "triax"
+    return output_of(*words)
 
 
 def typed(*launchers: str) -> list[str]:

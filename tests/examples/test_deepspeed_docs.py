@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from triax.base.errors import ConfigError
-from triax.cli.main import app
 from triax.compat.deepspeed.config.table import key_of, keys
 from triax.compat.deepspeed.configuration import read_deepspeed_config
 from triax.compat.deepspeed.from_config import read_config
 from triax.compat.deepspeed.ledger import markdown
 
+from support.command_line import output_of
 from support.paths import DOCS
 from support.readme_blocks import programs
 
@@ -32,7 +31,7 @@ def test_the_table_is_the_ledgers() -> None:
 
 def test_its_configuration_is_checked_by_the_command(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps({"train_batch_size": 2}))
-    assert CliRunner().invoke(app, ["config", str(tmp_path / "ds_config.json")]).exit_code == 0
+    assert json.loads(output_of("config", tmp_path / "ds_config.json"))["train_batch_size"] == 2
 
 
 def test_the_options_of_its_keys() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -25,6 +24,7 @@ from triax.train.loop import train
 from triax.train.sections import TrainingFile
 from triax.train.start import make_job
 
+from support.file_runs import written_losses
 from support.paths import EXAMPLES
 from support.processes import program
 
@@ -34,11 +34,6 @@ import gpt_3d
 import gpt_plain
 
 STEPS = 4
-
-
-def losses(folder: Path) -> list[float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["Train/Samples/train_loss"] for row in rows if "Train/Samples/train_loss" in row]
 
 
 def start(job: Job, folder: str) -> None:
@@ -77,7 +72,7 @@ def test_losses_are_those_of_plain_pytorch(ranks: Any, tmp_path: Path, options: 
     words = shlex.split(f"{EXAMPLES / 'gpt_3d.py'} {options} --dtype float64 --steps {STEPS} --folder run")
     count = math.prod(int(size) for size in re.findall(r"--(?:pipe|data|tensor) (\d)", options))
     ranks(count, program, words, str(tmp_path))
-    torch.testing.assert_close(losses(tmp_path / "run"), wanted, rtol=0, atol=1e-10)
+    torch.testing.assert_close(written_losses(tmp_path / "run"), wanted, rtol=0, atol=1e-10)
 
 
 def test_a_run_continues_on_another_grid(ranks: Any, tmp_path: Path) -> None:
@@ -88,8 +83,8 @@ def test_a_run_continues_on_another_grid(ranks: Any, tmp_path: Path) -> None:
     ranks(2, program, [script, "--tensor", "2", "--resume", "--steps", "5", *common, "wide"], str(tmp_path))
     for more in (["--steps", "3"], ["--resume", "--steps", "5"]):
         (said,) = ranks(1, program, [script, *more, *common, "one"], str(tmp_path))
-    torch.testing.assert_close(losses(tmp_path / "wide"), losses(tmp_path / "one"), rtol=0, atol=1e-10)
-    assert len(losses(tmp_path / "one")) == 5
+    torch.testing.assert_close(written_losses(tmp_path / "wide"), written_losses(tmp_path / "one"), rtol=0, atol=1e-10)
+    assert len(written_losses(tmp_path / "one")) == 5
     assert "step    5 of 5  loss " in said and said.count(" wrong") + said.count(" right\n") == 5 + 1, said
     for file in ("report.html", "loss.png", "schedule.png"):
         assert (tmp_path / "wide" / file).stat().st_size > 10_000
@@ -142,7 +137,7 @@ def test_a_training_file_trains_the_list(ranks: Any, tmp_path: Path, monkeypatch
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         wanted.append(loss.item())
-    torch.testing.assert_close(losses(tmp_path / "runs" / "file"), wanted, rtol=0, atol=1e-10)
+    torch.testing.assert_close(written_losses(tmp_path / "runs" / "file"), wanted, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(

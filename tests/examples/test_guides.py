@@ -21,6 +21,7 @@ import sys
 import tomllib
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,15 @@ import torch
 import torch.distributed.pipelining.schedules as torch_schedules
 import yaml
 from torch import nn
-from typer.testing import CliRunner
 
 import triax
-from triax.cli.main import app
-from triax.grid.environment import read_environment
 from triax.options import table as tables
 from triax.pipe.schedules.registry import RECIPES
-from triax.train.file import read_training_file
-from triax.train.job import resolve
-from triax.train.loop import TrainingRun, train
 from triax.train.model_choice import model_config
 from triax.train.sections import ModelSection, TrainingFile
 
+from support.command_line import output_of, run_triax
+from support.file_runs import losses_of
 from support.paths import DOCS, ROOT
 from support.processes import TRIAX, free_port, program, started
 from support.readme_blocks import Block, blocks, commands, programs
@@ -64,6 +61,7 @@ SLOW = {
 INSTALLED = {"npz_export.py", "test_my_model.py", "store_teacher.py"}
 # Two jobs at once: tests/train/methods/test_remote_teacher.py; a user's checkpoint: tests/checkpoint/test_convert.py.
 TOGETHER = ("teach.py", "learn.py", "to_dcp.py")
+TESTING = (DOCS / "guides" / "testing.md").read_text()
 FOREIGN = {"sbatch", "srun", "kubectl", "ssh", "mpirun", "export", "nvidia-smi"}  # they need a cluster
 
 
@@ -124,46 +122,62 @@ def test_a_program_prints_what_its_page_shows(
         assert first == output
 
 
-def new_project(folder: Path) -> Path:
-    CliRunner().invoke(app, ["new", str(folder / "my_model")])
-    return folder / "my_model"
+CHECKED = {"testing": ("test_my_model.py", 2), "model-shapes": ("heads.py", 1), "losses": ("clip.py", 1)}
+# A process of its own: its ranks find the functions of these programs on its path.
+IN_ONE_PROCESS = """
+import json, sys
+from support.command_line import run_triax
+print(json.dumps([run_triax(*words) for words in json.loads(sys.argv[1])]))
+"""
 
 
-@pytest.mark.parametrize(
-    ("guide", "file", "count"),
-    [("testing", "test_my_model.py", 2), ("model-shapes", "heads.py", 1), ("losses", "clip.py", 1)],
-)
-def test_triax_check_holds_for_the_model_of_its_guide(guide: str, file: str, count: int, tmp_path: Path) -> None:
-    """The commands of a guide that name a function of its program."""
-    page = DOCS / "guides" / f"{guide}.md"
-    folder = new_project(tmp_path)
-    for name, source in programs(page.read_text()).items():
-        (folder / name).write_text(source)
-    commands = [shlex.split(command) for command, _ in shown(page.read_text()) if f"{file}:" in command]
-    assert len(commands) == count
-    for command, *words in commands:
-        found = subprocess.run([*TRIAX, *words], cwd=folder, capture_output=True, text=True, check=False)
-        assert command == "triax" and found.returncode == 0, found.stdout + found.stderr
-
-
-def test_triax_check_says_of_a_mean_over_a_shard_what_its_guide_shows(tmp_path: Path) -> None:
-    """But for line breaks, and for the last digits, which are another CPU's and another torch's."""
-    text = (DOCS / "guides" / "testing.md").read_text()
-    shows = [block.text for block in blocks(text) if block.language == "text"]
-    (mistake,) = (each for each in shows if "inner.mean" in each)
-    (said,) = (each for each in shows if each.startswith("step 0"))
-    file = new_project(tmp_path) / "my_model.py"
-    script, right = file.read_text(), "        return x + self.down(F.gelu(self.up(self.norm2(x))))"
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str]]]:
+    """Exit codes and outputs of the guides' commands ``triax check``, in a new project; and of the guide's mistake."""
+    folder = tmp_path_factory.mktemp("projects") / "my_model"
+    assert run_triax("new", folder)[0] == 0
+    typed = {}
+    for guide, (file, count) in CHECKED.items():
+        text = (DOCS / "guides" / f"{guide}.md").read_text()
+        for name, source in programs(text).items():
+            (folder / name).write_text(source)
+        typed[guide] = [shlex.split(command)[1:] for command, _ in shown(text) if command.startswith("triax check ")]
+        typed[guide] = [words for words in typed[guide] if any(word.startswith(f"{file}:") for word in words)]
+        assert len(typed[guide]) == count
+    script, right = (folder / "my_model.py").read_text(), "        return x + self.down(F.gelu(self.up(self.norm2(x))))"
+    (mistake,) = (block.text for block in blocks(TESTING) if "inner.mean" in block.text and block.language == "text")
     at = next(line for line in script.splitlines(keepends=True) if line.startswith(right))
-    file.write_text(script.replace(at, mistake))
-    command = [*TRIAX, "check", "test_my_model.py:build", "--axes", "tensor", "--json"]
-    found = subprocess.run(command, cwd=file.parent, capture_output=True, text=True, check=False)
-    (row,) = (each for each in json.loads(found.stdout)["runs"] if not each["holds"])
+    (folder / "mistaken.py").write_text(script.replace(at, mistake))
+    test = (folder / "test_my_model.py").read_text()
+    (folder / "test_mistaken.py").write_text(test.replace("from my_model import", "from mistaken import"))
+    typed["mistake"] = [["check", "test_mistaken.py:build", "--axes", "tensor", "--json"]]
+    path = os.pathsep.join([str(ROOT / "tests"), str(folder), *sys.path])
+    command = [sys.executable, "-c", IN_ONE_PROCESS, json.dumps([*chain(*typed.values())])]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = iter(json.loads(done.stdout))
+    return {guide: [next(results) for _ in commands] for guide, commands in typed.items()}
+
+
+@pytest.mark.parametrize("guide", CHECKED)
+def test_triax_check_holds_for_the_model_of_its_guide(guide: str, checked: Any) -> None:
+    """The commands of a guide that name a function of its program."""
+    assert [code for code, _ in checked[guide]] == [0] * CHECKED[guide][1], checked[guide]
+
+
+def test_triax_check_says_of_a_mean_over_a_shard_what_its_guide_shows(checked: Any) -> None:
+    """But for line breaks, and for the last digits, which are another CPU's and another torch's."""
+    (said,) = (block.text for block in blocks(TESTING) if block.text.startswith("step 0"))
+    ((code, output),) = checked["mistake"]
+    (row,) = (each for each in json.loads(output)["runs"] if not each["holds"])
     lines = f"{row['difference']} first: {row['where']} usually: {row['cause']}"
     digits = re.compile(r"(-?\d\.\d{6}|linear\.py:)\d+")
     whole = f"{row['what']}, {row['difference']}"  # what assert_equals_one_process says of it
-    lines, said, whole, text = (digits.sub(r"\1", " ".join(each.split())) for each in (lines, said, whole, text))
-    assert lines == said and whole in text
+    texts = (lines.replace("mistaken", "my_model"), said, whole, TESTING)
+    lines, said, whole, text = (digits.sub(r"\1", " ".join(each.split())) for each in texts)
+    assert code == 1 and lines == said and whole in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
@@ -371,24 +385,6 @@ def test_megatrons_table_names_keys_that_are_there() -> None:
                 ), name
 
 
-def run_of_a_file(folder: str, file: str, *changes: str) -> list[float]:
-    """Be a rank of `triax train FILE KEY=VALUE ...`; return the losses."""
-    losses: list[float] = []
-
-    class Watch:
-        def start(self, run: TrainingRun) -> None:
-            pass
-
-        def after_step(self, run: TrainingRun, loss: float) -> None:
-            losses.append(loss)
-
-    os.chdir(folder)
-    environment = read_environment()
-    size = None if environment is None else environment.world_size
-    train(resolve(read_training_file(file, changes)[0], size), [Watch()])
-    return losses
-
-
 def test_megatrons_small_runs_train_and_continue(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (DOCS / "moving-from" / "megatron.md").read_text()
     for block in blocks(text):
@@ -399,7 +395,7 @@ def test_megatrons_small_runs_train_and_continue(ranks: Any, tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     small = text.partition("## A small run")[2].partition("\n## ")[0]
     (_, *tokenize), *runs = [shlex.split(command) for command, _ in shown(small)]
-    assert CliRunner().invoke(app, tokenize).exit_code == 0
+    output_of(*tokenize)
     assert [words[:3] for words in runs] == [["triax", "train", "small.yaml"]] * 4
     assert "training.steps=30" in runs[2]
     rates = [3e-4 * (0.1 + 0.9 * math.cos(math.pi / 2 * step / of) ** 2) for step, of in ((19, 20), (20, 30))]
@@ -408,13 +404,12 @@ def test_megatrons_small_runs_train_and_continue(ranks: Any, tmp_path: Path, mon
     exact = ("precision=fp64", "monitor.trace=false")
     fewer = ((4, 2), (4, 2), (4, 3), (1, 2))  # ranks, steps; the page's 20, 20, 30 and 20 steps
     four, interleaved, rest, one = (
-        ranks(size, run_of_a_file, str(tmp_path), *words[2:], f"training.steps={steps}", *exact)[0]
+        ranks(size, losses_of, str(tmp_path), *words[2:], f"training.steps={steps}", *exact)[0]
         for words, (size, steps) in zip(runs, fewer, strict=True)
     )
     assert len(four) == 2 and all(each == pytest.approx(four, rel=1e-10) for each in (interleaved, one))
     assert len(rest) == 1
-    gpt = CliRunner().invoke(app, ["train", "gpt.yaml", "--explain", "--processes", "4"])
-    assert gpt.exit_code == 0 and "pipe 2 x tensor 2" in gpt.output, gpt.output
+    assert "pipe 2 x tensor 2" in output_of("train", "gpt.yaml", "--explain", "--processes", 4)
 
 
 def test_megatrons_run_is_explained_as_the_page_shows(tmp_path: Path) -> None:
@@ -423,9 +418,8 @@ def test_megatrons_run_is_explained_as_the_page_shows(tmp_path: Path) -> None:
     (shown,) = [block.text for block in blocks(text) if "bytes of a rank, in GiB" in block.text]
     file = tmp_path / "llama.yaml"  # with the shape of the folder
     file.write_text(re.sub(r"folder: Llama-3-70B.*", "preset: llama3-70b", run))
-    done = CliRunner().invoke(app, ["train", str(file), "--explain", "--processes", "64"], env={"COLUMNS": "200"})
-    assert done.exit_code == 0, done.output
-    assert [line for line in shown.splitlines() if line not in done.output.splitlines()] == []
+    printed = output_of("train", file, "--explain", "--processes", 64, columns=200).splitlines()
+    assert [line for line in shown.splitlines() if line not in printed] == []
 
 
 def test_torchs_schedules_have_these_names() -> None:
@@ -498,15 +492,14 @@ def exported(page: str, folder: str) -> None:
     engine = triax.Engine(nn.BatchNorm1d(3), batch=triax.Batch(microbatch=1))
     engine.save_checkpoint(run)
     for options, dtype in (([], "float32"), (["--dtype", "float16"], "float16")):
-        done = CliRunner().invoke(app, ["checkpoint", "export", run, out, "--format", "npz", *options])
-        assert done.exit_code == 0, done.output
+        output_of("checkpoint", "export", run, out, "--format", "npz", *options)
         arrays, state = np.load(Path(out, "model.npz")), engine.module_state_dict()
         assert set(arrays.files) == set(state)
         for name, tensor in state.items():
             assert arrays[name].dtype == (dtype if tensor.is_floating_point() else "int64")
             np.testing.assert_array_equal(arrays[name], tensor.detach().numpy())
-    refused = CliRunner().invoke(app, ["checkpoint", "export", run, out, "--format", "npz", "--dtype", "bfloat16"])
-    assert refused.exit_code != 0 and "NumPy has no bfloat16" in str(refused.exception or refused.output)
+    code, text = run_triax("checkpoint", "export", run, out, "--format", "npz", "--dtype", "bfloat16")
+    assert code != 0 and "NumPy has no bfloat16" in text
 
 
 def scheduled(page: str, folder: str) -> None:
@@ -516,8 +509,7 @@ def scheduled(page: str, folder: str) -> None:
     batch = triax.Batch(size=4, microbatches=4)
     engine = triax.Engine(model, optimizer=torch.optim.SGD, batch=batch, schedule="late-weights")
     assert engine.program.schedule.name == "late-weights"
-    done = CliRunner().invoke(app, ["schedule", "late-weights", "--pipe", "4", "--microbatches", "8"])
-    assert done.exit_code == 0 and "late-weights" in done.output
+    assert "late-weights" in output_of("schedule", "late-weights", "--pipe", 4, "--microbatches", 8)
 
 
 def test_a_package_adds_a_format_of_checkpoints(ranks: Any, tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import typer
 from typer.core import TyperArgument, TyperGroup
-from typer.testing import CliRunner
 
 from triax.cli.main import app
 from triax.options.base import walk
 from triax.options.engine import EngineOptions
 from triax.options.local_updates import AsyncDiLoCo, DiLoCo
 
+from support.command_line import output_of
 from support.paths import DOCS, ROOT
 from support.readme_blocks import blocks, commands
 
@@ -127,9 +127,7 @@ def test_every_command_and_option_has_an_entry() -> None:
         head = f"## triax {' '.join(words)}\n"
         assert text.count(head) == 1, head
         entry = text.split(head)[1].partition("\n## ")[0]
-        found = CliRunner().invoke(app, [*words, "--help"], terminal_width=200, env={"COLUMNS": "200"})
-        assert found.exit_code == 0, f"triax {' '.join(words)} --help"
-        printed = found.output
+        printed = output_of(*words, "--help", columns=200)
         missing = [
             option
             for option in re.findall(r"(?<![\w-])--[a-z][\w-]+", printed)
@@ -176,8 +174,7 @@ def test_a_command_draws_the_picture(page: Path, picture: str, typed: list[str],
     words = shlex.split(typed[0])
     made = tmp_path / Path(picture).name
     words[words.index(made.name)] = str(made)
-    done = CliRunner().invoke(app, words[1:])
-    assert done.exit_code == 0, done.output
+    output_of(*words[1:])
     shown = page.parent / picture
     if f"version{matplotlib.__version__}".encode() in shown.read_bytes():  # another version draws other letters
         assert pixels(made) == pixels(shown), f"draw it again: {typed[0]}"
@@ -197,6 +194,10 @@ def pixels(path: Path) -> tuple[bytes, int]:
 # ---------------------------------------------------------------------------------------------------- the site
 
 
+# Python's garbage collection would take a third of the CPU: documents are large trees, which all stay.
+SPHINX = "import gc, sys; from sphinx.cmd.build import main; gc.disable(); sys.exit(main(sys.argv[1:]))"
+
+
 # Furo reads each page again after Sphinx has written it: a fifth of the CPU.
 @pytest.mark.parametrize("theme", ["basic", pytest.param("furo", marks=pytest.mark.exhaustive)])
 def test_the_site_is_built_without_a_warning(tmp_path: Path, theme: str) -> None:
@@ -204,7 +205,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path, theme: str) -> None
     assert conf().html_theme == "furo"
     options = ["--fail-on-warning", "--keep-going", "--quiet", "-j", "auto", "-D", f"html_theme={theme}"]
     options += ["-d", str(tmp_path / "cache")]
-    words = [sys.executable, "-m", "sphinx", *options, str(DOCS), str(tmp_path / "html")]
+    words = [sys.executable, "-c", SPHINX, *options, str(DOCS), str(tmp_path / "html")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     inventory = (tmp_path / "html" / "objects.inv").read_bytes()

@@ -17,8 +17,9 @@ from triax.models.alibi import Alibi, slopes
 from triax.models.attention import SelfAttention
 from triax.models.config import DecoderConfig
 from triax.models.decoder import decoder_layers
-from triax.models.layers import NextTokenLoss
 from triax.models.rope_scaling import DynamicScaling, LongRopeScaling
+
+from support.decoder_runs import VOCABULARY, Job, Place, assert_equal_to_one_process
 
 WIDTH, DIM, LENGTH = 12, 4, 9
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [4, 4, 4, 4, 4, 4, 4, 9, 9]])
@@ -69,7 +70,6 @@ def test_alibi_slopes_are_those_of_the_paper() -> None:
 
 # -------------------------------------------------------------------------------------------------- on the axes
 
-ROWS, VOCABULARY, TOKENS = 2, 31, 16
 _BASE = DecoderConfig(VOCABULARY, 32, 24, 2, 6, num_key_value_heads=2, intermediate_size=20)
 _FACTORS = LongRopeScaling((1.0, 1.2), (1.0, 3.0), 8, attention_factor=1.2)
 CONFIGS = {
@@ -83,54 +83,21 @@ CONFIGS = {
 }
 
 
-def trained(
-    names: list[str], context: int, tensor: int, kind: str, sequence_parallel: bool, packed: bool
-) -> list[dict[str, Any]]:
-    found = []
-    for name in names:
-        grid = Grid(tensor=tensor, context=context)
-        layers = decoder_layers(CONFIGS[name], sequence_parallel, kind)
-        loss = NextTokenLoss(grid, VOCABULARY)
-        model = triax.PipelineModule(layers, grid=grid, loss_fn=loss, seed=3, dtype=torch.float64)
-        settings = {"train_micro_batch_size_per_gpu": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-        engine, *_ = triax.initialize(model=model, config=settings)
-        generator = torch.Generator().manual_seed(5)
-        ids, labels = torch.randint(VOCABULARY, (2, ROWS, TOKENS), generator=generator)
-        documents = (torch.rand(ids.shape, generator=generator) < 0.2).cumsum(1)
-        losses = [float(engine.train_batch(iter([((ids, documents) if packed else ids, labels)]))) for _ in range(2)]
-        found.append({"losses": losses, "gradients": engine.gather("gradients")})
-    return found
-
-
 @pytest.mark.parametrize(
-    ("context", "tensor", "kind", "sequence_parallel", "packed"),
+    ("place", "packed"),
     [
-        (2, 1, "ring", False, False),
-        (1, 2, "ring", True, True),
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in [
-                (2, 1, "ring", False, True),
-                (2, 1, "ulysses", False, True),
-                (2, 1, "gather", False, False),
-                (1, 3, "ring", False, False),
-                (2, 2, "gather", True, False),
-            ]
-        ),
+        (Place((1, 1, 2, 1)), False),
+        (Place((1, 1, 1, 2), sequence_parallel=True), True),
+        pytest.param(Place((1, 1, 2, 1)), True, marks=pytest.mark.exhaustive),
+        pytest.param(Place((1, 1, 2, 1), "ulysses"), True, marks=pytest.mark.exhaustive),
+        pytest.param(Place((1, 1, 2, 1), "gather"), False, marks=pytest.mark.exhaustive),
+        pytest.param(Place((1, 1, 1, 3)), False, marks=pytest.mark.exhaustive),
+        pytest.param(Place((1, 1, 2, 2), "gather", sequence_parallel=True), False, marks=pytest.mark.exhaustive),
     ],
+    ids=str,
 )
-def test_every_axis_has_the_numbers_of_one_process(
-    ranks: Any, context: int, tensor: int, kind: str, sequence_parallel: bool, packed: bool
-) -> None:
-    how = (kind, sequence_parallel, packed)
-    right = trained(list(CONFIGS), 1, 1, kind, False, packed)
-    for rank in ranks(context * tensor, trained, list(CONFIGS), context, tensor, *how, timeout=200):
-        for name, found, wanted in zip(CONFIGS, rank, right, strict=True):
-            assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-10), name
-            assert found["gradients"].keys() == wanted["gradients"].keys()
-            for key, gradient in wanted["gradients"].items():
-                told = f"{name} {key}: {{}}".format
-                torch.testing.assert_close(found["gradients"][key], gradient, rtol=1e-10, atol=1e-12, msg=told)
+def test_every_axis_has_the_numbers_of_one_process(ranks: Any, place: Place, packed: bool) -> None:
+    assert_equal_to_one_process(ranks, [(Job(config, packed=packed, scale=4.0), place) for config in CONFIGS.values()])
 
 
 def test_contradicting_settings_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -11,18 +10,17 @@ import pytest
 import torch
 
 import triax
-from triax import Grid, PipelineModule
+from triax import Grid
 from triax.models import DecoderConfig, decoder_layers
 from triax.models.attention import SelfAttention
 from triax.models.config import CONFIGS, AnyDecoderConfig, GPTConfig, LlamaConfig, config_from_fields
-from triax.models.layers import NextTokenLoss, ResidualBlock
+from triax.models.layers import ResidualBlock
 from triax.models.mlp import GatedMLP
 from triax.plugins.plan.layer_shapes import layers_of
 from triax.tensor_parallel.norm import RMSNorm
 
-from support.training import Step, assert_steps_equal, microbatches, text_batches, train
+from support.decoder_runs import VOCABULARY, Job, Place, assert_equal_to_one_process
 
-VOCABULARY, STEPS = 37, 2
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 8,
@@ -43,39 +41,25 @@ MODELS: dict[str, AnyDecoderConfig] = {
         **_SIZES, intermediate_size=24, fused_qkv=True, qkv_bias=True, norm_place="after", partial_rotary_factor=0.5
     ),
 }
-# Grids and the models on them: experts on the expert axis; a window, rotations and fused weights on the context axis.
+# Experts on the expert axis; a window, rotations and fused weights on the context axis.
 SHARDED, EXPERT, CONTEXT, STAGES = (
-    {"pipe": 2, "tensor": 2},
-    {"data": 4, "expert": 2},
-    {"data": 2, "context": 2},
-    {"pipe": 4},
+    Place((2, 1, 1, 2), sequence_parallel=True),
+    Place((1, 4, 1, 1), expert=2),
+    Place((1, 2, 2, 1)),
+    Place((4, 1, 1, 1)),
 )
-NAMES = list(MODELS)
-CELLS = [(SHARDED, NAMES), (EXPERT, NAMES[:3]), (CONTEXT, NAMES[::3])]
-MORE_CELLS = [(EXPERT, NAMES[3:]), (CONTEXT, NAMES[1:3]), (STAGES, NAMES)]
+JOBS = [Job(config, length=8, scale=4.0) for config in MODELS.values()]
+CELLS = [
+    *((job, SHARDED) for job in JOBS),
+    *((job, EXPERT) for job in JOBS[:3]),
+    *((job, CONTEXT) for job in JOBS[::3]),
+]
+MORE_CELLS = [(JOBS[3], EXPERT), *((job, CONTEXT) for job in JOBS[1:3]), *((job, STAGES) for job in JOBS)]
 
 
-def trained(sizes: dict[str, Any], names: list[str]) -> list[list[Step]]:
-    grid = Grid(**sizes)
-    found = []
-    for name in names:
-        config = MODELS[name]
-        layers = decoder_layers(config, sequence_parallel="tensor" in sizes)
-        loss = NextTokenLoss(grid, VOCABULARY)
-        model = PipelineModule(layers, grid=grid, loss_fn=loss, dtype=torch.float64, seed=7)
-        optimizer = partial(torch.optim.SGD, lr=0.5)
-        engine = triax.PipelineEngine(model, optimizer=optimizer, batch=triax.Batch(size=8, microbatch=2), clip=1.0)
-        found.append(train(engine, microbatches(grid, text_batches(VOCABULARY, 8, 8, STEPS), 2), STEPS))
-    return found
-
-
-@pytest.mark.parametrize("cells", [CELLS, pytest.param(MORE_CELLS, marks=pytest.mark.exhaustive)])
-def test_mixed_settings_equal_one_process(ranks: Any, cells: Sequence[tuple[dict[str, int], list[str]]]) -> None:
-    (alone,) = ranks(1, trained, {}, NAMES)
-    for sizes, names in cells:
-        for found in ranks(4, trained, sizes, names, timeout=120):
-            for name, steps in zip(names, found, strict=True):
-                assert_steps_equal(steps, alone[NAMES.index(name)])
+@pytest.mark.parametrize("cells", [CELLS, pytest.param(MORE_CELLS, marks=pytest.mark.exhaustive)], ids=len)
+def test_mixed_settings_equal_one_process(ranks: Any, cells: list[tuple[Job, Place]]) -> None:
+    assert_equal_to_one_process(ranks, cells)
 
 
 @pytest.mark.parametrize("shared_norm", [False, True])

@@ -29,6 +29,7 @@ from triax.tensor_parallel import gather_logits
 from triax.tensor_parallel.plans import Column, Row
 
 from support.exact_norms import exact
+from support.huggingface_models import read_back
 from support.paths import DOCS
 from support.toy_families import DENSE, HYBRIDS, MIXTURES, NOT_GENERATED, NOT_LISTED, NOT_SHARDED, VOCABULARY
 
@@ -201,12 +202,7 @@ def check_loaded(ranks: Any, folder: Path, cases: list[str], sizes: Sizes, seque
 
 def same_as(folder: Path, case: str) -> None:
     """Check that transformers reads a folder as the same model, bitwise."""
-    import transformers
-
-    reader: Any = transformers.AutoModelForCausalLM
-    model, info = reader.from_pretrained(folder, output_loading_info=True, dtype=torch.float64)
-    assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
-    right = make(case)
+    model, right = read_back(folder, dtype=torch.float64), make(case)
     assert type(model) is type(right)
     for name, tensor in right.state_dict().items():
         assert torch.equal(model.state_dict()[name].to(tensor.dtype), tensor), f"{case} {name}"

@@ -19,6 +19,8 @@ from triax.models.huggingface.parallelize import parallelize
 from triax.models.huggingface.save import save_hf
 from triax.models.layers import NextTokenLoss
 
+from support.command_line import output_of
+
 VOCABULARY, STOPS_AFTER, PROMPT = 40, 4, "w3 w1 w4 w1 w5"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
@@ -94,9 +96,7 @@ def by_export(folder: Path, out: Path, *words: str) -> None:
     settings = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
     engine, *_ = triax.initialize(model=model, config=settings)
     engine.save_checkpoint(str(out.with_name("checkpoints")))
-    command = ["checkpoint", "export", str(out.with_name("checkpoints")), str(out), "--format", "hf", *words]
-    told = CliRunner().invoke(app, command)
-    assert told.exit_code == 0, told.output
+    output_of("checkpoint", "export", out.with_name("checkpoints"), out, "--format", "hf", *words)
 
 
 WAYS = [by_load_hf, by_filling, by_hf_layers, by_parallelize]

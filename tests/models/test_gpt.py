@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -192,56 +191,6 @@ def test_nothing_that_counts_is_a_loss_of_0() -> None:
     assert float(total.detach()) == 0.0 and int(weight) == 0 and not bool(logits.grad.any())  # type: ignore[union-attr]
 
 
-# ------------------------------------------------------------------------------------------------ the config
-
-
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        # As transformers counts GPT-2's released weights.
-        ("gpt2", 124_439_808),
-        ("gpt2-medium", 354_823_168),
-        ("gpt2-large", 774_030_080),
-        ("gpt2-xl", 1_557_611_200),
-    ],
-)
-def test_gpt2_has_its_published_number_of_parameters(name: str, count: int) -> None:
-    assert GPTConfig.preset(name).parameter_count == count
-
-
-@pytest.mark.parametrize("name", GPTConfig.presets())
-@pytest.mark.parametrize("tied", [True, False])
-def test_gpts_parameter_count_is_that_of_the_built_model(name: str, tied: bool) -> None:
-    config = GPTConfig.preset(
-        name, tie_word_embeddings=tied, num_hidden_layers=2
-    )  # 2 layers show what any number would
-    with torch.device("meta"):
-        layers = build(config, Grid())
-    assert sum(p.numel() for p in parameters(layers).values()) == config.parameter_count
-
-
-def test_sizes_of_the_largest_preset() -> None:
-    billions = GPTConfig.preset("gpt3-175b").parameter_count / 1e9
-    assert 174 < billions < 176
-
-
-def test_initial_values_are_gpt2s() -> None:
-    config = GPTConfig.preset("bytes-small", hidden_size=256)
-    layers = build(config, Grid())
-    for name, p in parameters(layers).items():
-        value = p.detach()
-        if name.endswith("bias"):
-            assert not value.any(), name
-        elif "norm" in name or name == f"{config.num_hidden_layers + 2}.weight":
-            assert bool((value == 1).all()), name
-        else:
-            std = (
-                0.02 / math.sqrt(2 * config.num_hidden_layers) if name.endswith(("out.weight", "down.weight")) else 0.02
-            )
-            assert abs(float(value.std()) / std - 1) < 0.03, name
-            assert abs(float(value.mean())) < 0.03 * std, name
-
-
 def test_the_list_of_layers() -> None:
     specs = gpt_layers(CONFIG)
     assert [spec.typename for spec in specs] == [
@@ -294,26 +243,3 @@ def test_a_sequence_longer_than_the_positions() -> None:
     with pytest.raises(ValueError, match="the sequence has 17 tokens, but the model has 16 positions"):
         run(layers, CONFIG, (torch.zeros(1, 25, dtype=torch.long), packed))
     run(layers, CONFIG, (torch.zeros(1, 24, dtype=torch.long), packed[:, :24]))  # each document fits
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_hidden_layers": 0}, "num_hidden_layers = 0: give 1 or more"),
-        (
-            {"hidden_size": 100, "num_attention_heads": 16},
-            "num_attention_heads=16 does not divide hidden_size=100. Give, for example, hidden_size=96",
-        ),
-        ({"dropout": 1.0}, "dropout = 1.0: give a number below 1"),
-    ],
-)
-def test_gpt_configurations_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GPTConfig(**changes)
-
-
-def test_an_unknown_gpt_preset_or_field_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no preset 'gpt5'; known are gpt2"):
-        GPTConfig.preset("gpt5")
-    with pytest.raises(TypeError, match=r"GPTConfig has no field 'num_layers'; did you mean 'num_hidden_layers'\?"):
-        GPTConfig.preset("gpt2", num_layers=3)

@@ -6,8 +6,6 @@ import json
 import math
 import os
 import re
-import sys
-import types
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from triax.models.llama import llama_layers
 
 from support.huggingface_models import _GPT2, _LLAMA, CASES, assert_bitwise, ids_of, logits_of, make, saved
 from support.paths import DOCS
+from support.readme_blocks import programs, run_page_program
 
 MISTRAL: Names = {
     "layers.0.weight": "model.embed_tokens.weight",
@@ -142,52 +141,70 @@ class _Fake:
         return self._weights
 
 
-def test_missing_and_misshapen_weights_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("lost", "added", "names", "words"),
+    [
+        ("h.1.mlp.c_fc.bias", {}, None, "layers.3.mlp.up.bias is loaded from transformer.h.1.mlp.c_fc.bias, but the"),
+        ("", {"extra": (2,)}, None, "no parameter takes transformer.extra of the _Fake. Add them"),
+        (
+            "",
+            {"wte.weight": (52, 32)},
+            None,
+            "layers.0.weight is (53, 32) here, but transformer.wte.weight (52, 32) in",
+        ),
+        ("", {}, {"layers.{j}.weight": "a"}, "{j}. Write {i} for a block's index"),
+    ],
+)
+def test_missing_and_misshapen_weights_are_refused(lost: str, added: Any, names: Any, words: str) -> None:
     model = make(*CASES["gpt2"])
-    config, weights = model.config.to_dict(), dict(model.state_dict())
-
-    def build(changed: dict[str, Tensor], **options: Any) -> None:
-        triax.PipelineModule(load_hf(_Fake(config, changed), **options), grid=Grid())
-
-    few = {name: tensor for name, tensor in weights.items() if name != "transformer.h.1.mlp.c_fc.bias"}
-    with pytest.raises(ValueError, match=r"layers.3.mlp.up.bias is loaded from transformer.h.1.mlp.c_fc.bias, but the"):
-        build(few)
-    with pytest.raises(ValueError, match=r"no parameter takes transformer.extra of the _Fake. Add them"):
-        build(weights | {"transformer.extra": torch.ones(2)})
-    with pytest.raises(
-        ValueError, match=r"layers.0.weight is \(53, 32\) here, but transformer.wte.weight \(52, 32\) in"
-    ):
-        build(weights | {"transformer.wte.weight": torch.ones(52, 32)})
-    with pytest.raises(ValueError, match=r"\{j\}. Write \{i\} for a block's index"):
-        build(weights, names={"layers.{j}.weight": "a"})
-    with pytest.raises(ValueError, match=r"layer_norm_epsilon is 0\.01 here, 1e-05 there"):
-        load_hf(model, gpt_layers(GPTConfig(53, 16, 32, 3, 8, layer_norm_epsilon=0.01)))
-    with pytest.raises(ValueError, match="is a LlamaConfig here, a GPTConfig there"):
-        load_hf(model, llama_layers(LlamaConfig(53, 16, 32, 3, 8)))
-    with pytest.raises(ValueError, match=r"Write load_hf\(path, module, grid=grid\)"):
-        load_hf(model, nn.Linear(2, 2))
-    hollow = triax.PipelineModule(gpt_layers(GPTConfig(53, 16, 32, 3, 8)), grid=Grid(), device="meta")
-    with pytest.raises(RuntimeError, match=r"layers.0.weight has no values"):
-        load_hf(model, hollow)
+    weights = {name: value for name, value in model.state_dict().items() if name != f"transformer.{lost}"}
+    weights |= {f"transformer.{name}": torch.ones(shape) for name, shape in added.items()}
+    with pytest.raises(ValueError, match=re.escape(words)):
+        triax.PipelineModule(load_hf(_Fake(model.config.to_dict(), weights), names=names), grid=Grid())
 
 
-def test_saving_without_a_known_configuration_is_refused(tmp_path: Path) -> None:
-    plain = triax.PipelineModule([nn.Linear(2, 3)], grid=Grid())
-    with pytest.raises(
-        ValueError, match=r"has no configuration that can be written. Pass save_hf\(model, path, config="
-    ):
-        save_hf(plain, tmp_path)
-    with pytest.raises(ValueError, match=r"names have no entry for layers.0.bias"):
-        save_hf(plain, tmp_path, config={"model_type": "mine"}, names={"layers.0.weight": "w"})
-    with pytest.raises(ValueError, match="no table of names for model_type 'mine'"):
-        save_hf(plain, tmp_path, config={"model_type": "mine"})
+def small(device: str | None = None) -> Any:
+    return triax.PipelineModule(gpt_layers(GPTConfig(53, 16, 32, 3, 8)), grid=Grid(), device=device)
+
+
+@pytest.mark.parametrize(
+    ("into", "words"),
+    [
+        (lambda: gpt_layers(GPTConfig(53, 16, 32, 3, 8, layer_norm_epsilon=0.01)), "is 0.01 here, 1e-05 there"),
+        (lambda: llama_layers(LlamaConfig(53, 16, 32, 3, 8)), "is a LlamaConfig here, a GPTConfig there"),
+        (lambda: nn.Linear(2, 2), "Write load_hf(path, module, grid=grid)"),
+        (lambda: small("meta"), "layers.0.weight has no values"),
+    ],
+)
+def test_a_model_that_takes_no_weights_is_refused(into: Any, words: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=re.escape(words)):
+        load_hf(make(*CASES["gpt2"]), into())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "has no configuration that can be written. Pass save_hf(model, path, config="),
+        (
+            {"config": {"model_type": "mine"}, "names": {"layers.0.weight": "w"}},
+            "names have no entry for layers.0.bias",
+        ),
+        ({"config": {"model_type": "mine"}}, "no table of names for model_type 'mine'"),
+    ],
+)
+def test_saving_without_a_known_configuration_is_refused(tmp_path: Path, options: Any, words: str) -> None:
+    """Nothing is touched before all is known."""
+    with pytest.raises(ValueError, match=re.escape(words)):
+        save_hf(triax.PipelineModule([nn.Linear(2, 3)], grid=Grid()), tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Write save_hf\(module, path, grid=grid\)"):
         save_hf(nn.Linear(2, 3), tmp_path)
-    assert not list(tmp_path.iterdir())  # nothing is touched before all is known
     (tmp_path / "file").touch()
-    model = triax.PipelineModule(gpt_layers(GPTConfig(53, 16, 32, 3, 8)), grid=Grid())
     with pytest.raises(OSError, match="file"):
-        save_hf(model, tmp_path / "file")
+        save_hf(small(), tmp_path / "file")
     with pytest.raises(ValueError, match="Qwen2 has no qk_norm=True; Qwen3 has no qkv_bias=True"):
         to_hf(LlamaConfig(53, 16, 32, 3, 8, qkv_bias=True, qk_norm=True))
 
@@ -264,62 +281,40 @@ def test_patterns_of_weight_names_expand_for_each_layer() -> None:
 KEYS = (DOCS / "training-files.md").read_text().partition("| key | default |")[2]  # a test compares it with the code
 
 
-def programs() -> dict[str, str]:
-    """Name -> source of each of its programs; a block without a name continues the one before."""
-    text = (DOCS / "huggingface.md").read_text()
-    found: dict[str, str] = {}
-    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        name = re.match(r"# (\w+\.py)\n", block)
-        found[name[1] if name else list(found)[-1]] = found.get(name[1] if name else list(found)[-1], "") + block
-    return found
-
-
-def run_program(source: str, sizes: list[str], folder: str) -> None:
-    os.chdir(folder)
-    sys.argv = ["program.py", *sizes]
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = module = types.ModuleType("__main__")  # classes that are pickled are found there
-    try:
-        exec(compile(source, "docs/huggingface.md", "exec"), vars(module))
-    finally:
-        sys.modules["__main__"] = main
-
-
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("finetune.py", ["2", "2", "2"]),
+        ("finetune.py", [2, 2, 2]),
         ("finetune.py", []),
-        ("tensor_trainer.py", ["2"]),
-        ("stages_trainer.py", ["2", "2"]),
-        ("lora_trainer.py", ["2", "2"]),
-        pytest.param("sft.py", ["2"], marks=pytest.mark.exhaustive),  # importing trl takes seconds
-        ("experts.py", ["1", "1", "2", "2"]),
-        ("hf_stages.py", ["2", "2"]),
+        ("tensor_trainer.py", [2]),
+        ("stages_trainer.py", [2, 2]),
+        ("lora_trainer.py", [2, 2]),
+        pytest.param("sft.py", [2], marks=pytest.mark.exhaustive),  # importing trl takes seconds
+        ("experts.py", [1, 1, 2, 2]),
+        ("hf_stages.py", [2, 2]),
         ("cwm.py", []),
         ("bigcode.py", []),
-        ("shard.py", ["1", "2", "2"]),
-        ("plan.py", ["1", "1", "4"]),
+        ("shard.py", [1, 2, 2]),
+        ("plan.py", [1, 1, 4]),
         ("plan.py", []),
     ],
 )
-def test_the_programs_of_the_huggingface_page_run(ranks: Any, tmp_path: Path, name: str, sizes: list[str]) -> None:
-    count = math.prod(map(int, sizes))
-    ranks(count, run_program, programs()[name], sizes, str(tmp_path), timeout=60)
+def test_the_programs_of_the_huggingface_page_run(ranks: Any, tmp_path: Path, name: str, sizes: list[int]) -> None:
+    ranks(math.prod(sizes), run_page_program, "huggingface.md", str(tmp_path), name, sizes, timeout=60)
 
 
-def evaluated(source: str, folder: str) -> list[float]:
+def evaluated(folder: str) -> list[float]:
     """The losses of the evaluations of trainer.py, as its last checkpoint has them."""
     os.makedirs(folder, exist_ok=True)
-    run_program(source, [], folder)
+    run_page_program("huggingface.md", folder, "trainer.py")
     state = json.loads((Path(folder) / "runs/fox/checkpoint-10/trainer_state.json").read_text())
     return [row["eval_loss"] for row in state["log_history"] if "eval_loss" in row]
 
 
 def test_the_docs_trainer_has_equal_losses_on_four_ranks(ranks: Any, tmp_path: Path) -> None:
-    (alone,) = ranks(1, evaluated, programs()["trainer.py"], str(tmp_path / "one"), timeout=60)
+    (alone,) = ranks(1, evaluated, str(tmp_path / "one"), timeout=60)
     assert len(alone) == 2 and alone[1] < alone[0]
-    for found in ranks(4, evaluated, programs()["trainer.py"], str(tmp_path / "four"), timeout=60):
+    for found in ranks(4, evaluated, str(tmp_path / "four"), timeout=60):
         assert found == pytest.approx(alone, abs=1e-4, rel=0)
 
 
@@ -338,19 +333,7 @@ def test_the_docs_table_of_arguments_names_options() -> None:
 
 
 def test_every_program_of_the_huggingface_page_is_run() -> None:
-    assert list(programs()) == [
-        *(
-            "trainer.py",
-            "tensor_trainer.py",
-            "stages_trainer.py",
-            "lora_trainer.py",
-            "sft.py",
-            "finetune.py",
-            "experts.py",
-            "hf_stages.py",
-            "cwm.py",
-            "bigcode.py",
-            "shard.py",
-            "plan.py",
-        ),
+    assert list(programs((DOCS / "huggingface.md").read_text())) == [
+        *("trainer.py", "tensor_trainer.py", "stages_trainer.py", "lora_trainer.py", "sft.py", "finetune.py"),
+        *("experts.py", "hf_stages.py", "cwm.py", "bigcode.py", "shard.py", "plan.py"),
     ]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,61 +17,27 @@ from triax.models.huggingface.load import load_hf
 from triax.models.huggingface.names import expand
 from triax.models.huggingface.save import save_hf, wrapping
 
-_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_GPT2: dict[str, Any] = {"n_positions": 16, "n_embd": 24, "n_layer": 3, "n_head": 4} | _NO_TOKENS
-_GPT2 |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-_LLAMA: dict[str, Any] = {
-    "hidden_size": 24,
-    "intermediate_size": 36,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-} | _NO_TOKENS
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("GPT2", _GPT2 | {"vocab_size": 53}),
-    "gpt2-untied": ("GPT2", _GPT2 | {"vocab_size": 41, "tie_word_embeddings": False, "n_inner": 40}),
-    "llama": ("Llama", _LLAMA | {"vocab_size": 61}),
-    "llama-tied": ("Llama", _LLAMA | {"vocab_size": 43, "tie_word_embeddings": True, "pad_token_id": 3}),
-    "qwen2": ("Qwen2", _LLAMA | {"vocab_size": 47}),
+from support.exact_norms import exact
+from support.huggingface_models import CASES, make
+from support.trainer_jobs import weights
+
+_STILL = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+CHANGES: dict[str, dict[str, Any]] = {
+    "gpt2": _STILL,
+    "gpt2-untied": _STILL,
+    "llama": {},
+    "llama-tied": {"pad_token_id": 3},
+    "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": False},
 }
 MICROBATCHES = 4
 
 
 def model_of(case: str, attention: str = "sdpa") -> Any:
     """A random model in fp64 in which no bias is 0 and no norm 1."""
-    import transformers
-
     family, sizes = CASES[case]
-    torch.manual_seed(3)
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    config._attn_implementation = attention
-    model = getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}")(config).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model = make(family, sizes | CHANGES[case]).double().train()
+    model.config._attn_implementation = attention
     return model
-
-
-@contextmanager
-def exact_norms() -> Iterator[None]:
-    """transformers' RMSNorm rounds fp64 to fp32: the last bit decides on the eighth digit. Within this it does not."""
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y: Tensor = self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return y
-
-    kinds: list[Any] = [LlamaRMSNorm, Qwen2RMSNorm]
-    before = [kind.forward for kind in kinds]
-    for kind in kinds:
-        kind.forward = forward
-    try:
-        yield
-    finally:
-        for kind, own in zip(kinds, before):
-            kind.forward = own
 
 
 def rows(vocab: int, replica: int, microbatch: int) -> tuple[Tensor, Tensor]:
@@ -89,7 +53,7 @@ def whole_batch(case: str, replicas: int) -> tuple[float, dict[str, Tensor]]:
     """The mean loss over every label that counts, and its gradients, by transformers' model on one process."""
     model = model_of(case)
     all_rows = [rows(model.config.vocab_size, r, m) for r in range(replicas) for m in range(MICROBATCHES)]
-    with exact_norms():
+    with exact(model):
         logits = model(input_ids=torch.cat([ids for ids, _ in all_rows])).logits
     labels = torch.cat([labels for _, labels in all_rows])
     # (transformers' own loss rounds to fp32.)
@@ -120,21 +84,12 @@ def trained(case: str, sizes: tuple[int, int, int], stage: int, schedule: str, o
     )
     save_hf(engine, f"{out}/before")
     data = (rows(model.config.vocab_size, grid.data.rank, m) for m in range(MICROBATCHES))
-    with exact_norms():
+    with exact(pipeline):
         loss = engine.train_batch(data)
     gradients = engine.gather("gradients")
     entries = expand(wrapping(pipeline).names(), 3)
     save_hf(engine, f"{out}/after")
     return loss.item(), {entries[name].theirs[0]: gradient for name, gradient in gradients.items()}
-
-
-def state(folder: str) -> dict[str, Tensor]:
-    import transformers
-
-    reader: Any = transformers.AutoModelForCausalLM
-    model, info = reader.from_pretrained(folder, output_loading_info=True, dtype=torch.float64)
-    assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
-    return dict(model.state_dict())
 
 
 def check(ranks: Any, tmp_path: Path, case: str, sizes: tuple[int, int, int], stage: int, meta: bool = False) -> None:
@@ -145,7 +100,7 @@ def check(ranks: Any, tmp_path: Path, case: str, sizes: tuple[int, int, int], st
         assert gradients.keys() == wanted.keys()
         for name, gradient in wanted.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
-    before, after, model = state(f"{out}/before"), state(f"{out}/after"), model_of(case)
+    before, after, model = weights(f"{out}/before"), weights(f"{out}/after"), model_of(case)
     assert before.keys() == after.keys() == model.state_dict().keys()
     for name, value in model.state_dict().items():
         assert torch.equal(before[name], value), name
@@ -168,7 +123,7 @@ def test_llama_over_two_stages_from_the_meta_device(ranks: Any, tmp_path: Path) 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2)], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CHANGES)
 def test_every_family_grid_and_stage(
     ranks: Any, tmp_path: Path, case: str, sizes: tuple[int, int, int], stage: int
 ) -> None:
@@ -176,7 +131,7 @@ def test_every_family_grid_and_stage(
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CHANGES)
 def test_logits_are_the_models(case: str, attention: str) -> None:
     model = model_of(case, attention).eval()
     mine = PipelineModule(hf_layers(model), loss_fn=CausalLMLoss()).eval()
@@ -195,7 +150,7 @@ def test_layers_of_a_configuration_draw_transformers_weights(tmp_path: Path) -> 
         model = model_of(case).float()
         mine = PipelineModule(hf_layers(model.config), loss_fn=CausalLMLoss())
         save_hf(mine, tmp_path / case)
-        drawn, names = state(str(tmp_path / case)), dict(type(model)(model.config).named_parameters())
+        drawn, names = weights(str(tmp_path / case)), dict(type(model)(model.config).named_parameters())
         for name, parameter in names.items():
             if parameter.dim() > 1 and parameter.numel() > 500:
                 assert drawn[name].std().item() == pytest.approx(parameter.std().item(), rel=0.2), name
@@ -203,7 +158,7 @@ def test_layers_of_a_configuration_draw_transformers_weights(tmp_path: Path) -> 
                 assert torch.equal(drawn[name].float(), parameter), name
         load_hf(model, mine)
         save_hf(mine, tmp_path / f"{case}-filled")
-        for name, value in state(str(tmp_path / f"{case}-filled")).items():
+        for name, value in weights(str(tmp_path / f"{case}-filled")).items():
             assert torch.equal(value.float(), model.state_dict()[name]), name
 
 
@@ -248,7 +203,7 @@ def over_context(case: str, pipe: int, context: int, kind: str) -> dict[str, Any
     for number in range(2):
         ids = torch.randint(model.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(number))
         batches.append((ids, ids.masked_fill(torch.arange(12) < 3 * number, -100)))
-    with exact_norms():
+    with exact(module):
         value = engine.train_batch(iter(batches))
     return {"loss": float(value), **engine.gather("gradients")}
 
@@ -258,8 +213,8 @@ def over_context(case: str, pipe: int, context: int, kind: str) -> dict[str, Any
     [
         ("gpt2", 1, 2, "ring"),
         ("llama-tied", 2, 2, "gather"),
-        *(pytest.param(case, 1, 3, "gather", marks=pytest.mark.exhaustive) for case in CASES),
-        *(pytest.param(case, 1, 2, "ulysses", marks=pytest.mark.exhaustive) for case in CASES),
+        *(pytest.param(case, 1, 3, "gather", marks=pytest.mark.exhaustive) for case in CHANGES),
+        *(pytest.param(case, 1, 2, "ulysses", marks=pytest.mark.exhaustive) for case in CHANGES),
     ],
 )
 def test_sequences_spread_over_the_context_axis(ranks: Any, case: str, pipe: int, context: int, kind: str) -> None:

@@ -23,18 +23,14 @@ from triax.models.layers import NextTokenLoss
 from triax.models.llama import llama_layers
 from triax.tensor_parallel import gather_logits
 
-from support.huggingface_models import _GPT2, _LLAMA, CASES, assert_bitwise, ids_of, logits_of, make, saved
+from support.huggingface_models import _GPT2, _LLAMA, CASES, assert_bitwise, ids_of, logits_of, make, read_back, saved
 
 Sizes = tuple[int, int, int]  # pipe, data, tensor
 
 
 def weights_of(folder: Path, case: str) -> dict[str, Tensor]:
     """Weights of a folder as transformers reads them."""
-    import transformers
-
-    reader: Any = transformers.AutoModelForCausalLM
-    model, info = reader.from_pretrained(folder, output_loading_info=True)
-    assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    model = read_back(folder)
     assert type(model).__name__.startswith(CASES[case][0])
     return dict(model.state_dict())
 

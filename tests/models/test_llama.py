@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
-import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
@@ -25,6 +21,7 @@ from triax.pipe.module import PipelineModule
 from triax.pipe.spec import TiedLayerSpec
 
 from support.paths import DOCS
+from support.readme_blocks import programs, run_page_program
 from support.reference import llama_logits, rms_norm
 from support.toys import token_batch
 
@@ -224,58 +221,6 @@ def test_a_packed_row_of_llama_is_each_document_alone() -> None:
             torch.testing.assert_close(a.grad, b.grad, **CLOSE, msg=f"{name} {key}: {{}}".format)
 
 
-# -------------------------------------------------------------------------------------------- the config
-
-
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        # As transformers counts the released weights.
-        ("llama2-7b", 6_738_415_616),
-        ("llama2-13b", 13_015_864_320),
-        ("llama2-70b", 68_976_648_192),
-        ("llama3-8b", 8_030_261_248),
-        ("llama3-70b", 70_553_706_496),
-        ("llama3.1-8b", 8_030_261_248),
-        ("llama3.1-405b", 405_853_388_800),
-        ("llama3.2-1b", 1_235_814_400),
-        ("qwen2.5-0.5b", 494_032_768),
-        ("qwen3-0.6b", 596_049_920),
-    ],
-)
-def test_llama_presets_have_the_published_parameter_counts(name: str, count: int) -> None:
-    assert LlamaConfig.preset(name).parameter_count == count
-
-
-@pytest.mark.parametrize("name", LlamaConfig.presets())
-@pytest.mark.parametrize("tied", [True, False])
-def test_llamas_parameter_count_is_that_of_the_built_model(name: str, tied: bool) -> None:
-    config = LlamaConfig.preset(
-        name, tie_word_embeddings=tied, num_hidden_layers=2
-    )  # 2 layers show what any number would
-    with torch.device("meta"):
-        specs = llama_layers(config)
-        layers = [spec.build(Grid()) for spec in (specs[:-1] if tied else specs)]
-    assert sum(p.numel() for layer in layers for p in layer.parameters()) == config.parameter_count
-
-
-def test_llamas_initial_values_have_their_distributions() -> None:
-    config = LlamaConfig.preset("llama-small", hidden_size=256, qkv_bias=True, qk_norm=True)
-    model = PipelineModule(llama_layers(config), grid=Grid())
-    for placed in model.local_parameters():
-        name, value = placed.layout.name, placed.parameter.detach()
-        if name.endswith("bias"):
-            assert not value.any(), name
-        elif "norm" in name or name == f"layers.{config.num_hidden_layers + 1}.weight":
-            assert bool((value == 1).all()), name
-        else:
-            std = (
-                0.02 / math.sqrt(2 * config.num_hidden_layers) if name.endswith(("out.weight", "down.weight")) else 0.02
-            )
-            assert abs(float(value.std()) / std - 1) < 0.03, name
-            assert abs(float(value.mean())) < 0.03 * std, name
-
-
 def test_the_list_of_layers_and_names() -> None:
     specs = llama_layers(CONFIGS["scaled rope, tied"])
     assert [spec.typename for spec in specs] == [
@@ -293,68 +238,7 @@ def test_the_list_of_layers_and_names() -> None:
     assert names == {f"{end}.weight" for end in ends}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_hidden_layers": 0}, "num_hidden_layers = 0: give 1 or more"),
-        (
-            {"hidden_size": 100, "num_attention_heads": 16},
-            "num_attention_heads=16 does not divide hidden_size=100. Give, for example, hidden_size=96, or give",
-        ),
-        (
-            {"num_attention_heads": 32, "num_key_value_heads": 5},
-            "num_key_value_heads=5 does not divide num_attention_heads=32. Give one of 1, 2, 4, 8, 16, 32",
-        ),
-        (
-            {"hidden_size": 24, "num_attention_heads": 8},
-            "head_dim is 3, but rotary positions need pairs. Give an even number",
-        ),
-        ({"dropout": 1.0}, "dropout = 1.0: give a number below 1"),
-    ],
-)
-def test_llama_configurations_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LlamaConfig(**changes)
-
-
-def test_a_scaling_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="Give 0 < low_freq_factor < high_freq_factor, such as 1 and 4"):
-        RopeScaling(low_freq_factor=4.0, high_freq_factor=4.0)
-    with pytest.raises(
-        ValueError, match=r"factor is 0.5 and original_max_position_embeddings is 8192. Give at least 1 for each"
-    ):
-        RopeScaling(factor=0.5)
-
-
-def test_a_tensor_axis_that_is_too_large() -> None:
-    config = LlamaConfig.preset("qwen2.5-0.5b")
-    config.check_tensor(14)
-    with pytest.raises(ValueError, match="num_attention_heads is 14, but tensor=16 needs at least 16"):
-        config.check_tensor(16)
-    with pytest.raises(ValueError, match="intermediate_size is 3, but tensor=4 needs at least 4"):
-        LlamaConfig(hidden_size=32, num_attention_heads=4, intermediate_size=3).check_tensor(4)
-
-
-def test_an_unknown_llama_preset_or_field_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no preset 'llama9'; known are .*llama"):
-        LlamaConfig.preset("llama9")
-    with pytest.raises(TypeError, match=r"LlamaConfig has no field 'depth'; known are vocab_size"):
-        LlamaConfig.preset("llama2-7b", depth=3)
-
-
 # -------------------------------------------------------------------------------------- docs/models.md
-
-
-def programs() -> dict[str, str]:
-    text = (DOCS / "models.md").read_text()
-    blocks = re.findall(r"```python\n(# (\w+\.py)\n.*?)```", text, re.DOTALL)
-    assert len(blocks) == text.count("```python")
-    return {name: source for source, name in blocks}
-
-
-def run_program(source: str, sizes: list[str]) -> None:
-    sys.argv = ["program.py", *sizes]
-    exec(compile(source, "docs/models.md", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize(
@@ -363,32 +247,26 @@ def run_program(source: str, sizes: list[str]) -> None:
         ("tiny_llama.py", []),
         ("presets.py", []),
         ("packed.py", []),
-        ("packed.py", ["1", "2", "2"]),
-        ("hybrid.py", ["1", "1", "1", "2"]),
+        ("packed.py", [1, 2, 2]),
+        ("hybrid.py", [1, 1, 1, 2]),
         ("own.py", []),
-        ("own.py", ["1", "1", "4"]),
+        ("own.py", [1, 1, 4]),
     ],
 )
-def test_the_programs_of_the_models_page_run(ranks: Any, name: str, sizes: list[str]) -> None:
-    ranks(math.prod(map(int, sizes)), run_program, programs()[name], sizes, timeout=60)
+def test_the_programs_of_the_models_page_run(ranks: Any, name: str, sizes: list[int], tmp_path: Path) -> None:
+    ranks(math.prod(sizes), run_page_program, "models.md", str(tmp_path), name, sizes, timeout=60)
 
 
 def test_every_program_of_the_models_page_is_run() -> None:
-    assert list(programs()) == [
+    assert list(programs((DOCS / "models.md").read_text())) == [
         *("tiny_llama.py", "presets.py", "hybrid.py", "mtp.py", "packed.py", "own.py", "replaced.py"),
     ]
 
 
-def run_in(folder: str, source: str, sizes: list[str]) -> str:
-    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
-        run_program(source, sizes)
-    return printed.getvalue()
-
-
 def test_the_gpt_of_the_docs_has_the_gradients_of_one_process(ranks: Any, tmp_path: Path) -> None:
     """The program compares all gradients, in float64 to 1e-10, with those that one process wrote."""
-    source = programs()["replaced.py"]
-    (alone,) = ranks(1, run_in, str(tmp_path), source, [], timeout=60)
-    first, *others = ranks(4, run_in, str(tmp_path), source, ["2", "1", "2"], timeout=60)
+    job = ("models.md", str(tmp_path), "replaced.py")
+    (alone,) = ranks(1, run_page_program, *job, timeout=60)
+    first, *others = ranks(4, run_page_program, *job, [2, 1, 2], timeout=60)
     assert alone == first and "gradients equal" in first and not any(others)
     assert len(torch.load(tmp_path / "one.pt")) == int(first.split()[2]) > 20

@@ -1,11 +1,9 @@
-"""LoRA on any grid against PEFT on one process, in float64: losses, gradients, factors; adapters in and out."""
+"""LoRA, DoRA and QLoRA on any grid against PEFT on one process, in float64; adapters in and out."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -22,6 +20,7 @@ from triax.models.huggingface.adapters import CARRIED, HARMLESS, peft_options
 from triax.models.layers import NextTokenLoss
 from triax.tensor_parallel.embedding import gather_logits
 
+from support.command_line import output_of
 from support.exact_norms import exact
 from support.lora_runs import (
     EPS,
@@ -38,6 +37,7 @@ from support.lora_runs import (
     engine_of,
     equals_peft,
     factors,
+    in_bits,
     loaded,
     loaded_by_peft,
     logits_of,
@@ -49,49 +49,101 @@ from support.lora_runs import (
     train,
 )
 from support.paths import DOCS
-from support.readme_blocks import programs
+from support.readme_blocks import programs, run_page_program
 
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+SEQUENCE, RECOMPUTED = {"sequence_parallel": True}, {"activation_checkpointing": {"interval": 1}}
 GPT2_SOME = SOME | {"target_modules": ["c_attn", "mlp.c_proj"]}
-SWEEP: list[tuple[Sizes, str, dict[str, Any], dict[str, Any]]] = [  # grid, model, lora, options
-    ((1, 1, 1), "llama", EVERY, {"stage": 0, "schedule": "1f1b"}),
-    ((1, 2, 2), "gpt2", EVERY, {"stage": 3, "schedule": "1f1b"}),
-    ((2, 2, 1), "gpt2", EVERY, {"stage": 3, "schedule": "gpipe", "device": "meta"}),
-    ((2, 2, 2), "gpt2", GPT2_SOME, {"stage": 2, "schedule": "zb-v"}),
-    ((2, 1, 4), "qwen2", EVERY, {"stage": 1, "schedule": "zb-h1"}),
-    ((1, 1, 4), "qwen2", SOME, {"stage": 1, "schedule": "1f1b", "sequence_parallel": True}),
-    ((2, 2, 2), "llama", EVERY, {"stage": 3, "schedule": "zb-v", "device": "meta"}),
-    ((2, 1, 2), "llama", EVERY, {"stage": 1, "schedule": "zb-v", "sequence_parallel": True}),
-    ((1, 2, 4), "llama", EVERY, {"stage": 2, "schedule": "1f1b", "sequence_parallel": True}),
-    ((1, 2, 2), "mixtral", SOME | {"target_modules": ["q_proj", "k_proj", "o_proj"]}, {"schedule": "1f1b"}),
-    ((2, 1, 2), "deepseek", EVERY | {"target_modules": LATENT}, {"stage": 1, "schedule": "zb-v"}),
-    ((1, 1, 2), "deepseek", EVERY | {"target_modules": LATENT}, {"schedule": "1f1b", "sequence_parallel": True}),
-    ((1, 1, 2), "llama", SOME | {"target_modules": ["lm_head", "q_proj"]}, {"schedule": "1f1b"}),
-    ((4, 2, 1), "llama", SOME, {"stage": 2, "schedule": "1f1b"}),
-    ((2, 1, 2), "llama", EVERY, {"stage": 1, "schedule": "1f1b", "activation_checkpointing": {"interval": 1}}),
+DORA = {"r": 3, "lora_alpha": 5, "use_dora": True, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
+DROPS = EVERY | {"lora_dropout": 0.3}
+DORA_DROPS = DROPS | {"use_dora": True}
+PLAIN = {"r": 3, "lora_alpha": 8, "target_modules": "all-linear"}
+FEW = PLAIN | {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+ATTENTION = {"target_modules": ["q_proj", "k_proj", "o_proj"]}
+Case = tuple[int, Sizes, str, str | None, dict[str, Any], dict[str, Any]]  # steps, grid, model, base, lora, options
+QUICK: list[Case] = [
+    (2, (2, 2, 2), "llama", None, SOME, {"stage": 2, "schedule": "zb-v"}),
+    (6, (2, 2, 1), "llama", None, DORA_DROPS, {"stage": 3, "device": "meta"}),
+    (5, (2, 1, 2), "wide", "nf4", DORA_DROPS, {"stage": 1, "schedule": "1f1b"}),
+    (5, (2, 2, 1), "wide", "nf4", FEW, {"stage": 3, "device": "meta"}),
 ]
-CASES: list[Any] = [
-    ((2, 2, 2), "llama", SOME, {"stage": 2, "schedule": "zb-v"}),
-    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in SWEEP),
+LORA: list[Case] = [
+    (2, (1, 1, 1), "llama", None, EVERY, {"stage": 0, "schedule": "1f1b"}),
+    (2, (1, 2, 2), "gpt2", None, EVERY, {"stage": 3, "schedule": "1f1b"}),
+    (2, (2, 2, 1), "gpt2", None, EVERY, {"stage": 3, "schedule": "gpipe", "device": "meta"}),
+    (2, (2, 2, 2), "gpt2", None, GPT2_SOME, {"stage": 2, "schedule": "zb-v"}),
+    (2, (2, 1, 4), "qwen2", None, EVERY, {"stage": 1, "schedule": "zb-h1"}),
+    (2, (1, 1, 4), "qwen2", None, SOME, {"stage": 1, "schedule": "1f1b", "sequence_parallel": True}),
+    (2, (2, 2, 2), "llama", None, EVERY, {"stage": 3, "schedule": "zb-v", "device": "meta"}),
+    (2, (2, 1, 2), "llama", None, EVERY, {"stage": 1, "schedule": "zb-v", "sequence_parallel": True}),
+    (2, (1, 2, 4), "llama", None, EVERY, {"stage": 2, "schedule": "1f1b", "sequence_parallel": True}),
+    (2, (1, 2, 2), "mixtral", None, SOME | ATTENTION, {"schedule": "1f1b"}),
+    (2, (2, 1, 2), "deepseek", None, EVERY | {"target_modules": LATENT}, {"stage": 1, "schedule": "zb-v"}),
+    (2, (1, 1, 2), "deepseek", None, EVERY | {"target_modules": LATENT}, {"schedule": "1f1b", **SEQUENCE}),
+    (2, (1, 1, 2), "llama", None, SOME | {"target_modules": ["lm_head", "q_proj"]}, {"schedule": "1f1b"}),
+    (2, (4, 2, 1), "llama", None, SOME, {"stage": 2, "schedule": "1f1b"}),
+    (2, (2, 1, 2), "llama", None, EVERY, {"stage": 1, "schedule": "1f1b", **RECOMPUTED}),
 ]
+WITH_DORA: list[Case] = [
+    (20, (2, 1, 2), "llama", None, DORA_DROPS, {"stage": 1, "schedule": "1f1b"}),
+    (20, (2, 2, 1), "llama", None, DORA_DROPS, {"stage": 3, "device": "meta"}),
+    (20, (1, 1, 1), "llama", None, DORA, {"stage": 0, "schedule": "1f1b"}),
+    (20, (2, 2, 1), "llama", None, DORA, {"stage": 1}),
+    (20, (2, 1, 2), "gpt2", None, DORA_DROPS, {"stage": 2, "schedule": "zb-h1"}),
+    (20, (1, 2, 2), "llama", None, DORA_DROPS, {"stage": 3, "schedule": "1f1b", "device": "meta"}),
+    (20, (1, 1, 2), "llama", None, DORA_DROPS, {"stage": 1, "schedule": "1f1b", "sequence_parallel": True}),
+    (20, (1, 1, 4), "qwen2", None, DORA_DROPS, {"stage": 1, "schedule": "1f1b"}),
+    (20, (1, 1, 2, 2), "llama", None, DORA_DROPS, {"stage": 2, "schedule": "1f1b"}),
+    (20, (1, 1, 2, 2), "llama", None, PLAIN | {"lora_dropout": 0.3}, {"schedule": "1f1b", **SEQUENCE}),
+    (20, (1, 2, 1, 1, 2), "mixtral", None, PLAIN | {"lora_dropout": 0.3} | ATTENTION, {"schedule": "1f1b"}),
+    (
+        20,
+        (1, 1, 2),
+        "llama",
+        None,
+        DORA_DROPS,
+        {"schedule": "1f1b", "compile": {"enabled": True, "backend": "aot_eager"}},
+    ),
+    (20, (1, 1, 2), "llama", None, DORA_DROPS, {"schedule": "1f1b", **RECOMPUTED}),
+]
+IN_BITS: list[Case] = [
+    (5, (2, 1, 2), "wide", "nf4", PLAIN | {"use_dora": True}, {"stage": 1, "schedule": "1f1b"}),
+    (5, (1, 1, 1), "wide", "nf4", DORA_DROPS, {"stage": 0, "schedule": "1f1b"}),
+    (5, (2, 1, 4), "wide", "nf4", PLAIN, {"stage": 1, "schedule": "zb-h1"}),
+    (5, (1, 1, 2), "wide", "nf4", PLAIN, {"stage": 1, "schedule": "1f1b", "sequence_parallel": True}),
+    (5, (1, 2, 2), "wide", "int8", PLAIN | {"use_dora": True}, {"stage": 3, "schedule": "1f1b", "device": "meta"}),
+    (5, (1, 1, 2, 2), "wide", "nf4", FEW, {"stage": 2, "schedule": "1f1b"}),
+    (5, (1, 1, 4), "qwen2", "int8", PLAIN, {"schedule": "1f1b"}),
+    (5, (1, 2, 1, 1, 2), "mixtral", "nf4", FEW | ATTENTION, {"schedule": "1f1b"}),
+    (5, (1, 1, 2), "wide", "nf4", PLAIN, {"schedule": "1f1b", **RECOMPUTED}),
+]
+SWEEP = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in LORA + WITH_DORA + IN_BITS]
 
 
-@pytest.mark.parametrize(("sizes", "case", "lora", "options"), CASES)
+@pytest.mark.parametrize(("steps", "sizes", "case", "form", "lora", "options"), [*QUICK, *SWEEP])
 def test_a_run_equals_pefts_on_one_process(
     ranks: Callable[..., list[Any]],
     tmp_path: Path,
+    steps: int,
     sizes: Sizes,
     case: str,
+    form: str | None,
     lora: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    pipe, data, tensor = sizes
-    folder = saved(tmp_path / "model", case)
-    runs: list[Run] = ranks(pipe * data * tensor, train, folder, sizes, lora, tmp_path, **options)
-    equals_peft(runs, case, lora, data)
-    logits = logits_of(peft_model(case, lora, runs[0][3]))
+    """Over PEFT's model, whose base a plain loop has rounded where ``form`` has 4 or 8 bits.
+
+    With dropout, PEFT's layers have triax's masks in place of their own.
+    """
+    folder, base = saved(tmp_path / "model", case), in_bits(form) if form else None
+    given = lora | ({"base": form} if form else {})
+    runs: list[Run] = ranks(
+        torch.Size(sizes[:4]).numel(), train, folder, sizes, given, tmp_path, steps=steps, **options
+    )
+    equals_peft(runs, case, lora, sizes[1], steps, base)
+    logits = logits_of(peft_model(case, lora, runs[0][3], base))
     assert (logits - logits_of(make(case))).abs().max() > 1e-3
-    torch.testing.assert_close(logits_of(loaded_by_peft(case, tmp_path / "adapter")), logits, rtol=0, atol=1e-10)
+    torch.testing.assert_close(logits_of(loaded_by_peft(case, tmp_path / "adapter", base)), logits, rtol=0, atol=1e-10)
     torch.testing.assert_close(logits_of(loaded(tmp_path / "merged")), logits, rtol=0, atol=1e-10)
 
 
@@ -153,31 +205,6 @@ def test_only_adapters_have_gradients_and_optimizer_state(ranks: Callable[..., l
     assert held["optimizer"] - 2 * elements // 2 * 8 in range(65)  # two moments of half; alignment, and a step
 
 
-def save_then_go_on(folder: Path, out: Path, sizes: Sizes, **options: Any) -> tuple[float, dict[str, Tensor]]:
-    engine = engine_of(folder, sizes, SOME, **options)
-    step(engine, 0, engine.batch.accumulation)
-    engine.save_checkpoint(out, tag="all")
-    engine.save_checkpoint(out, tag="adapters", exclude_frozen_parameters=True)
-    return step(engine, 1, engine.batch.accumulation), factors(engine.gather())
-
-
-def resume(folder: Path, out: Path, tag: str, sizes: Sizes, **options: Any) -> tuple[float, dict[str, Tensor]]:
-    engine = engine_of(folder, sizes, SOME, **options)
-    engine.load_checkpoint(out, tag=tag, load_module_strict=tag == "all")
-    return step(engine, 1, engine.batch.accumulation), factors(engine.gather())
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("tag", ["all", "adapters"])
-def test_a_lora_checkpoint_resumes_on_another_grid(ranks: Callable[..., list[Any]], tmp_path: Path, tag: str) -> None:
-    """Also one of the adapters alone, over the same frozen weights."""
-    folder, out = saved(tmp_path / "model", "llama"), tmp_path / "checkpoints"
-    loss, end = ranks(4, save_then_go_on, folder, out, (2, 1, 2), stage=1)[0]
-    again, found = ranks(2, resume, folder, out, tag, (1, 1, 2), stage=1, schedule="1f1b")[0]
-    assert again == pytest.approx(loss, rel=1e-10)
-    close(found, end)
-
-
 def exchange(folder: Path, adapter: Path, out: Path, sizes: Sizes) -> float:
     """PEFT's adapter into an engine, and out again."""
     engine = engine_of(folder, sizes, triax.lora_config(adapter), stage=3, schedule="1f1b")
@@ -186,22 +213,32 @@ def exchange(folder: Path, adapter: Path, out: Path, sizes: Sizes) -> float:
     plain = triax.PipelineModule(triax.load_hf(folder), grid=engine.grid, dtype=torch.float64)
     triax.load_lora(adapter, plain)
     if sizes[0] == 1:
-        logits = gather_logits(plain(batch(0, 9, 0)[0]), grid=engine.grid, vocab_size=VOCAB)
+        logits = gather_logits(plain.eval()(batch(0, 9, 0)[0]), grid=engine.grid, vocab_size=VOCAB)
         torch.save(logits.detach(), out.with_suffix(".pt"))
     return engine.eval_batch(iter([batch(0, 9, 0)] * MICRO)).item()
 
 
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"target_modules": ["v_proj", "o_proj", "up_proj"]}),
+    "gpt2": ("gpt2", {"target_modules": ["attn.c_proj", "c_fc"]}),
+    "dora": ("llama", DORA | {"lora_dropout": 0.25, "use_rslora": True}),
+}
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("case", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
-def test_an_adapter_of_peft_is_loaded_and_written(ranks: Any, tmp_path: Path, case: str, sizes: Sizes) -> None:
+@pytest.mark.parametrize("adapters", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive), "dora"])
+def test_an_adapter_of_peft_is_loaded_and_written(ranks: Any, tmp_path: Path, adapters: str, sizes: Sizes) -> None:
+    """Bit for bit, with PEFT's loss and logits."""
     import peft
     from safetensors.torch import load_file
 
+    case, options = ADAPTERS[adapters]
     folder, adapter, out = saved(tmp_path / "model", case), tmp_path / "peft", tmp_path / "ours"
     torch.manual_seed(1)
-    targets = ["v_proj", "o_proj", "up_proj"] if case == "llama" else ["attn.c_proj", "c_fc"]
-    lora = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False)
-    model = peft.get_peft_model(make(case), lora)
+    model = peft.get_peft_model(make(case), peft.LoraConfig(**{"r": 3, "lora_alpha": 5} | options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1 * parameter.requires_grad)
     model.save_pretrained(str(adapter))
     found = ranks(sizes[0] * sizes[1] * sizes[2], exchange, folder, adapter, out, sizes)[0]
     logits, labels = logits_of(model), batch(0, 9, 0)[1]
@@ -211,6 +248,8 @@ def test_an_adapter_of_peft_is_loaded_and_written(ranks: Any, tmp_path: Path, ca
     mine, theirs = (load_file(each / "adapter_model.safetensors") for each in (out, adapter))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert any(name.endswith("lora_magnitude_vector") for name in mine) == (adapters == "dora")
+    assert triax.lora_config(out) | {"targets": 0} == triax.lora_config(adapter) | {"targets": 0}
 
 
 # Settings of PEFT's LoraConfig that are refused if they are used: they change what the stored factors compute or train.
@@ -270,17 +309,11 @@ def test_adapters_that_mean_something_else_are_refused_in_one_line(tmp_path: Pat
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 def test_a_checkpoint_is_exported_for_peft_and_merged(ranks: Any, tmp_path: Path, case: str) -> None:
-    from typer.testing import CliRunner
-
-    from triax.cli.main import app
-
     folder, out = saved(tmp_path / "model", case), tmp_path / "checkpoints"
     lora = EVERY if case == "llama" else GPT2_SOME
     end = ranks(4, save_only, folder, out, (2, 1, 2), lora)[0]
-    for words in (["adapter"], ["merged", "--merge-lora"]):
-        target = [str(tmp_path / words[0]), "--format", "hf", *words[1:]]
-        done = CliRunner().invoke(app, ["checkpoint", "export", str(out), *target])
-        assert done.exit_code == 0, done.output
+    output_of("checkpoint", "export", out, tmp_path / "adapter", "--format", "hf")
+    output_of("checkpoint", "export", out, tmp_path / "merged", "--format", "hf", "--merge-lora")
     logits = logits_of(peft_model(case, lora, end))
     torch.testing.assert_close(logits_of(loaded_by_peft(case, tmp_path / "adapter")), logits, rtol=0, atol=1e-10)
     torch.testing.assert_close(logits_of(loaded(tmp_path / "merged")), logits, rtol=0, atol=1e-10)
@@ -354,12 +387,6 @@ def test_the_names_that_an_error_proposes_are_accepted() -> None:
     assert len(proposed) == 7
 
 
-def test_the_programs_of_the_page_run(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    for source in programs((DOCS / "lora.md").read_text()).values():
-        ranks(1, run_program, source, tmp_path)
-
-
-def run_program(source: str, folder: Path) -> None:
-    os.chdir(folder)
-    sys.argv = ["program.py"]
-    exec(compile(source, "docs/lora.md", "exec"), {"__name__": "__main__"})
+def test_the_programs_of_the_lora_page_run(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    for name in programs((DOCS / "lora.md").read_text()):
+        ranks(1, run_page_program, "lora.md", str(tmp_path), name)

@@ -16,6 +16,7 @@ from triax.grid import Grid
 from triax.models.layers import NextTokenLoss
 from triax.tensor_parallel.embedding import gather_logits
 
+from support.command_line import output_of
 from support.lora_runs import (
     EPS,
     LR,
@@ -135,13 +136,7 @@ def test_one_set_is_trained_beside_a_frozen_one(ranks: Callable[..., list[Any]],
     assert runs[0][4][0] != runs[0][4][1]
     mine, theirs = (load_file(adapters / each / "adapter_model.safetensors") for each in ("after", "first"))
     assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
-    from typer.testing import CliRunner
-
-    from triax.cli.main import app
-
-    out = str(adapters / "exported")
-    done = CliRunner().invoke(app, ["checkpoint", "export", str(adapters / "checkpoints"), out, "--format", "hf"])
-    assert done.exit_code == 0, done.output
+    output_of("checkpoint", "export", adapters / "checkpoints", adapters / "exported", "--format", "hf")
     written = load_file(adapters / "exported" / "first" / "adapter_model.safetensors")
     assert all(torch.equal(written[key], theirs[key]) for key in theirs)
     assert (adapters / "exported" / "adapter_config.json").is_file()

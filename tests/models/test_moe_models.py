@@ -34,6 +34,7 @@ from triax.tensor_parallel import gather_logits
 from triax.testing.pool import RankFailure
 
 from support.exact_norms import exact
+from support.huggingface_models import read_back
 from support.paths import DOCS
 from support.toy_families import COMMON, VOCABULARY
 from support.toy_families import MIXTURES as CASES
@@ -189,12 +190,7 @@ def check(ranks: Any, folder: Path, cells: list[Cell]) -> None:
 
 def same_as(folder: Path, tensors: dict[str, Tensor], cell: Cell, exactly: bool = True) -> None:
     """Check what transformers reads from a folder."""
-    import transformers
-
-    reading: Any = transformers.AutoModelForCausalLM
-    model, info = reading.from_pretrained(folder, output_loading_info=True, dtype=torch.float64)
-    stored = load_file(folder / "model.safetensors")
-    assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    model, stored = read_back(folder, dtype=torch.float64), load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         found = model.state_dict()[name]
         if found.dtype == torch.float32:  # transformers rounds some, such as a router's weight: what the file has
@@ -548,8 +544,6 @@ def test_every_family_has_an_entry_point() -> None:
 @pytest.mark.parametrize("config", [CONFIG, DEEPSEEK, "gpt_oss", "glm4_moe"], ids=str)
 def test_a_moe_checkpoint_is_exported_in_transformers_names(tmp_path: Path, config: Any) -> None:
     """Weights and biases under transformers' names; the loads of the step before are left out."""
-    import transformers
-
     config = config_from_hf(make(config)) if isinstance(config, str) else config
     layers = config.layers(balance="batch")
     model = triax.PipelineModule(layers, grid=Grid()).eval()
@@ -560,9 +554,6 @@ def test_a_moe_checkpoint_is_exported_in_transformers_names(tmp_path: Path, conf
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()}
     about = {"class": type(config).__name__, "fields": json.loads(json.dumps(asdict(config)))}
     export(about, shapes, lambda name: held[name].detach(), tmp_path)
-    reading: Any = transformers.AutoModelForCausalLM
-    theirs, info = reading.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
     ids, _ = batch()
     with torch.no_grad():
-        torch.testing.assert_close(theirs(input_ids=ids).logits, model(ids), rtol=0, atol=1e-5)
+        torch.testing.assert_close(read_back(tmp_path)(input_ids=ids).logits, model(ids), rtol=0, atol=1e-5)

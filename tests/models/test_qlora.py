@@ -1,4 +1,4 @@
-"""Frozen bases in 4 and 8 bits on any grid: training against PEFT's, bytes held, checkpoints, exports."""
+"""Frozen bases in 4 and 8 bits: bytes held, checkpoints, exports, bitsandbytes. test_lora.py trains them on grids."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import triax
 from triax.grid import Grid
 from triax.models.layers import NextTokenLoss
-from triax.tensor_parallel.nf4 import NF4
 
+from support.command_line import output_of
 from support.lora_runs import (
     EPS,
     LR,
@@ -24,82 +24,15 @@ from support.lora_runs import (
     batch,
     close,
     engine_of,
-    equals_peft,
     factors,
     loaded,
-    loaded_by_peft,
-    logits_of,
     make,
-    peft_model,
     saved,
     step,
     theirs,
-    train,
 )
 
-ALL: dict[str, Any] = {"r": 3, "lora_alpha": 8, "target_modules": "all-linear"}
 SOME: dict[str, Any] = {"r": 3, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-
-
-def rounded(form: str, weight: Tensor) -> Tensor:
-    """The weight as a format keeps it, by a plain loop over its blocks."""
-    found, table = weight.float().clone(), torch.tensor(NF4)
-    for row in found:
-        for block in [row] if form == "int8" else row.split(64):
-            largest = block.abs().max()
-            if form == "int8":
-                block.copy_((block * (127 / largest)).round() * largest * (1 / 127))
-            else:
-                block.copy_(table[(block[:, None] / largest - table).abs().argmin(1)] * largest)
-    return found.to(weight.dtype)
-
-
-def in_bits(form: str) -> Callable[[nn.Module], None]:
-    """A function that rounds the linear layers of transformers' model, but its output layer."""
-
-    def change(model: nn.Module) -> None:
-        for name, layer in model.named_modules():
-            if isinstance(layer, nn.Linear) and name != "lm_head":
-                layer.weight.data = rounded(form, layer.weight.data)
-
-    return change
-
-
-SWEEP: list[tuple[Sizes, str, str, dict[str, Any], dict[str, Any]]] = [  # grid, model, form, lora, options
-    ((1, 1, 1), "wide", "nf4", ALL | {"use_dora": True, "lora_dropout": 0.2}, {"stage": 0, "schedule": "1f1b"}),
-    ((2, 1, 4), "wide", "nf4", ALL, {"stage": 1, "schedule": "zb-h1"}),
-    ((1, 1, 2), "wide", "nf4", ALL, {"stage": 1, "schedule": "1f1b", "sequence_parallel": True}),
-    ((1, 2, 2), "wide", "int8", ALL | {"use_dora": True}, {"stage": 3, "schedule": "1f1b", "device": "meta"}),
-    ((1, 1, 2, 2), "wide", "nf4", SOME, {"stage": 2, "schedule": "1f1b"}),
-    ((1, 1, 4), "qwen2", "int8", ALL, {"schedule": "1f1b"}),
-    ((1, 2, 1, 1, 2), "mixtral", "nf4", {**SOME, "target_modules": ["q_proj", "o_proj"]}, {"schedule": "1f1b"}),
-    ((1, 1, 2), "wide", "nf4", ALL, {"schedule": "1f1b", "activation_checkpointing": {"interval": 1}}),
-]
-CASES: list[Any] = [
-    ((2, 1, 2), "wide", "nf4", ALL | {"use_dora": True}, {"stage": 1, "schedule": "1f1b"}),
-    ((2, 2, 1), "wide", "nf4", SOME, {"stage": 3, "device": "meta"}),
-    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in SWEEP),
-]
-
-
-@pytest.mark.parametrize(("sizes", "case", "form", "lora", "options"), CASES)
-def test_training_equals_pefts_over_the_rounded_base(
-    ranks: Callable[..., list[Any]],
-    tmp_path: Path,
-    sizes: Sizes,
-    case: str,
-    form: str,
-    lora: dict[str, Any],
-    options: dict[str, Any],
-) -> None:
-    folder, size = saved(tmp_path / "model", case), torch.Size(sizes[:4]).numel()
-    runs = ranks(size, train, folder, sizes, lora | {"base": form}, tmp_path, steps=5, **options)
-    equals_peft(runs, case, lora, sizes[1], 5, in_bits(form))
-    logits = logits_of(peft_model(case, lora, runs[0][3], in_bits(form)))
-    assert (logits - logits_of(make(case))).abs().max() > 1e-3
-    torch.testing.assert_close(logits_of(loaded(tmp_path / "merged")), logits, rtol=0, atol=1e-10)
-    adapted = loaded_by_peft(case, tmp_path / "adapter")
-    assert any("lora_A" in name for name, _ in adapted.named_parameters())
 
 
 def bits_of(engine: Any) -> dict[str, Tensor]:
@@ -140,47 +73,53 @@ def test_the_integers_are_bitwise_equal_on_every_grid(
     assert all(0 <= each[1] - (others + formula) / 2 < 4096 for each in found)
 
 
-def save_in(folder: Path, out: Path, sizes: Sizes, form: str) -> tuple[float, dict[str, Tensor]]:
-    engine = engine_of(folder, sizes, SOME | {"base": form}, stage=1)
+def save_then_go_on(folder: Path, out: Path, form: Any) -> tuple[float, dict[str, Tensor]]:
+    engine = engine_of(folder, (2, 1, 2), SOME | {"base": form}, stage=1)
     step(engine, 0)
     engine.save_checkpoint(out, tag="all")
     engine.save_checkpoint(out, tag="adapters", exclude_frozen_parameters=True)
     return step(engine, 1), engine.gather()
 
 
-def resume(folder: Path, out: Path, sizes: Sizes, form: str, tag: str) -> tuple[float, dict[str, Tensor], str]:
-    engine = engine_of(folder, sizes, SOME | {"base": form}, stage=3, schedule="1f1b")
+def resume(folder: Path, out: Path, form: Any, tag: str) -> tuple[float, dict[str, Tensor], str]:
+    engine = engine_of(folder, (1, 1, 2), SOME | {"base": form}, stage=3, schedule="1f1b")
     engine.load_checkpoint(out, tag=tag, load_module_strict=tag == "all")
     loss, found = step(engine, 1, engine.batch.accumulation), engine.gather()
-    other = engine_of(folder, sizes, SOME | {"base": "nf4"}, stage=1, schedule="1f1b")
+    other = engine_of(folder, (1, 1, 2), SOME | {"base": "nf4"}, stage=1, schedule="1f1b")
     with pytest.raises(triax.CheckpointError) as caught:
         other.load_checkpoint(out, tag="all", load_module_strict=False)
     return loss, found, str(caught.value)
 
 
-@pytest.mark.parametrize("tag", ["all", pytest.param("adapters", marks=pytest.mark.exhaustive)])
-def test_a_qlora_checkpoint_resumes_on_another_grid(ranks: Callable[..., list[Any]], tmp_path: Path, tag: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "tag"),
+    [
+        ("nf4-double", "all"),
+        pytest.param("nf4-double", "adapters", marks=pytest.mark.exhaustive),
+        pytest.param(None, "all", marks=pytest.mark.exhaustive),
+        pytest.param(None, "adapters", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_lora_checkpoint_resumes_on_another_grid(
+    ranks: Callable[..., list[Any]], tmp_path: Path, form: Any, tag: str
+) -> None:
+    """Also one of the adapters alone, over the same frozen weights in floating point and in 4 bits."""
     folder, out = saved(tmp_path / "model", "wide"), tmp_path / "checkpoints"
-    loss, end = ranks(4, save_in, folder, out, (2, 1, 2), "nf4-double")[0]
-    again, found, refused = ranks(2, resume, folder, out, (1, 1, 2), "nf4-double", tag)[0]
+    loss, end = ranks(4, save_then_go_on, folder, out, form)[0]
+    again, found, refused = ranks(2, resume, folder, out, form, tag)[0]
     assert again == pytest.approx(loss, rel=1e-10)
     close(factors(found), factors(end))
     assert all(torch.equal(found[name], value) for name, value in end.items() if ".lora." not in name)
-    assert "in another format of 4 or 8 bits" in refused
-    if tag == "all":
+    assert ("in another format of 4 or 8 bits" if form else "in floating point, but the model keeps it in") in refused
+    if form and tag == "all":
         exported(out, tmp_path, found)
 
 
 def exported(out: Path, folder: Path, weights: dict[str, Tensor]) -> None:
     """Check the exports of a checkpoint: PEFT's folder, and merged weights in floating point."""
-    from typer.testing import CliRunner
-
-    from triax.cli.main import app
-
-    for words in (["adapter"], ["merged", "--merge-lora"]):
-        target = [str(folder / words[0]), "--format", "hf", *words[1:]]
-        done = CliRunner().invoke(app, ["checkpoint", "export", str(out / "all"), *target])
-        assert done.exit_code == 0, done.output
+    export = ("checkpoint", "export", out / "all")
+    output_of(*export, folder / "adapter", "--format", "hf")
+    output_of(*export, folder / "merged", "--format", "hf", "--merge-lora")
     model: Any = loaded(folder / "merged")
     layer = model.model.layers[0].mlp.down_proj
     plain: Any = make("wide").model.layers[0].mlp.down_proj

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import triax
-from triax.cli.main import app
 from triax.data.byte_tokenizer import ByteTokenizer
 from triax.models.huggingface.config import from_hf
 from triax.models.huggingface.folder_settings import settings_with_end
 
 from laws.proved import settings
+from support.command_line import output_of
 from support.toy_families import DENSE, HYBRIDS, MIXTURES
 
 # Those with a model in transformers: kimi_k2 has none, and deepseek_v32 is read in its dense form.
@@ -46,11 +45,9 @@ def test_a_prompt_goes_on_as_in_triax_generate(family: str, tmp_path: Path) -> N
 
     export(family, tmp_path)
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 0
-    words = ["--prompt", PROMPT, "--max-new-tokens", str(WORDS), "--temperature", "0"]
-    ours = CliRunner().invoke(app, ["generate", str(tmp_path), *words])
-    assert ours.exit_code == 0, ours.output
+    ours = output_of("generate", tmp_path, "--prompt", PROMPT, "--max-new-tokens", WORDS, "--temperature", 0)
     pipeline = transformers.pipeline("text-generation", str(tmp_path), device="cpu")
     # With its cache, nemotron_h of transformers 5.23 raises no time step to time_step_min, as it does without one.
     (theirs,) = pipeline(PROMPT, max_new_tokens=WORDS, do_sample=False, use_cache=family != "nemotron_h")
     assert len(theirs["generated_text"]) > len(PROMPT)
-    assert theirs["generated_text"].strip() == ours.stdout.strip()
+    assert theirs["generated_text"].strip() == ours.strip()

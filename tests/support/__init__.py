@@ -18,7 +18,9 @@ Training on ranks
     decoder_runs.py, five_axes.py: decoders on any grid, one model on any grid of five axes, beside one process
     compositions.py: a random composition of layers, grid and options
     generating_models.py: models that generate
-    sharding_plans.py, lora_runs.py, method_runs.py, trainer_jobs.py: plans, adapters, methods, the Trainer
+    file_runs.py: runs of training files, and the numbers that they write
+    method_steps.py, method_runs.py: steps of post-training methods beside a reference, runs of their training files
+    sharding_plans.py, lora_runs.py, trainer_jobs.py: plans, adapters, the Trainer
 
 References that share nothing with triax
     reference.py, moe_reference.py, mtp_reference.py: GPT, Llama, experts and multi-token prediction in plain PyTorch

@@ -16,3 +16,10 @@ def run_triax(*words: object, columns: int = 80) -> tuple[int, str]:
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done.exit_code, done.stdout or done.output  # progress goes to stderr
+
+
+def output_of(*words: object, columns: int = 80) -> str:
+    """Run the command, which must succeed; return what it prints."""
+    code, output = run_triax(*words, columns=columns)
+    assert code == 0, output
+    return output

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import triax
 from triax.context import shard
-from triax.models.config import DecoderConfig, GPTConfig
+from triax.models.config import AnyDecoderConfig
 from triax.models.decoder import decoder_layers
 from triax.models.layers import NextTokenLoss
 
@@ -32,7 +32,7 @@ class Job:
         cut: a rank is given the ids and labels of its own tokens alone, as a loader of one's own would give them.
     """
 
-    config: DecoderConfig | GPTConfig
+    config: AnyDecoderConfig
     length: int = 16
     packed: bool = False
     scale: float = 1.0
@@ -49,6 +49,7 @@ class Place:
     schedule: str = "1f1b"
     stage: int = 0
     recompute: str = ""
+    expert: int = 1
 
     @property
     def ranks(self) -> int:
@@ -78,7 +79,7 @@ def row(job: Job, step: int, number: int, grid: triax.Grid) -> tuple[Any, Tensor
 def trained(job: Job, place: Place) -> list[Step]:
     """Train this rank's part: losses, norms, and gathered gradients and weights of each step."""
     pipe, data, context, tensor = place.grid
-    grid = triax.Grid(pipe, data, tensor, context=context)
+    grid = triax.Grid(pipe, data, tensor, context=context, expert=place.expert)
     layers = decoder_layers(job.config, sequence_parallel=place.sequence_parallel, attention=place.attention)
     loss = NextTokenLoss(grid, VOCABULARY)
     options: dict[str, Any] = {"seed": 3, "dtype": torch.float64, "partition": "uniform"}

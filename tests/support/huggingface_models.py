@@ -63,6 +63,16 @@ def saved(folder: Path, case: str, **options: Any) -> tuple[Path, Tensor, Tensor
     return folder / case, ids_of(model), logits_of(model)
 
 
+def read_back(folder: Path | str, **options: Any) -> Any:
+    """Read a folder as transformers does, with all weights that the model has, and no others."""
+    import transformers
+
+    reader: Any = transformers.AutoModelForCausalLM
+    model, info = reader.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    return model
+
+
 def assert_bitwise(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():

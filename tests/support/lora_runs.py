@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import triax
 from triax.grid import Grid
 from triax.grid.randomness.random import Dropout, DropoutState
 from triax.models.layers import NextTokenLoss
+from triax.tensor_parallel.nf4 import NF4
 
 from support.exact_norms import exact
 
@@ -214,16 +216,43 @@ def equals_peft(
     assert all(run[0] == losses for run in runs)
 
 
+def rounded(form: str, weight: Tensor) -> Tensor:
+    """The weight as a format keeps it, by a plain loop over its blocks."""
+    found, table = weight.float().clone(), torch.tensor(NF4)
+    for row in found:
+        for block in [row] if form == "int8" else row.split(64):
+            largest = block.abs().max()
+            if form == "int8":
+                block.copy_((block * (127 / largest)).round() * largest * (1 / 127))
+            else:
+                block.copy_(table[(block[:, None] / largest - table).abs().argmin(1)] * largest)
+    return found.to(weight.dtype)
+
+
+def in_bits(form: str) -> Callable[[nn.Module], None]:
+    """A function that rounds the linear layers of transformers' model, but its output layer."""
+
+    def change(model: nn.Module) -> None:
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Linear) and name != "lm_head":
+                layer.weight.data = rounded(form, layer.weight.data)
+
+    return change
+
+
 def logits_of(model: Any) -> Tensor:
     with torch.no_grad(), exact(model):
         logits: Tensor = model.eval()(input_ids=batch(0, 9, 0)[0]).logits
     return logits
 
 
-def loaded_by_peft(case: str, folder: Path) -> Any:
+def loaded_by_peft(case: str, folder: Path, base: Any = None) -> Any:
     import peft
 
-    return peft.PeftModel.from_pretrained(make(case), folder)
+    model = make(case)
+    if base is not None:
+        base(model)
+    return peft.PeftModel.from_pretrained(model, folder)
 
 
 def loaded(folder: Path) -> Any:

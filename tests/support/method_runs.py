@@ -7,22 +7,21 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
+import pytest
 
 from triax.base.errors import ConfigError
-from triax.grid.environment import read_environment
+from triax.data.dataloader import BatchOrder
 from triax.train.file import read_training_file
-from triax.train.job import resolve
-from triax.train.loop import TrainingRun, train
 from triax.train.start import make_job
 
+from support.file_runs import losses_of
+from support.method_steps import WORDS, same_weights
 from support.toy_answers import model_of, tokenizer
 from support.trl_in_float64 import exact
 
 STEPS, BATCH, RATE = 6, 4, 0.05
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy"]
+STOP = "training.time_limit=0.001s"  # after the first step
+PAIRS = [(f"{a} ", b, a) for a in WORDS for b in WORDS[:4] if a != b]  # prompt, better and worse answer
 FILE = f"""\
 name: NAME
 method: {{name: METHOD}}
@@ -41,19 +40,6 @@ monitor: {{trace: false}}
 """
 
 
-class Losses:
-    """Watch that keeps the loss of each step."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def start(self, run: TrainingRun) -> None:
-        pass
-
-    def after_step(self, run: TrainingRun, loss: float) -> None:
-        self.losses.append(loss)
-
-
 def write_model(folder: Path) -> None:
     """Write the first model and its tokenizer."""
     with exact():
@@ -69,12 +55,12 @@ def write_samples(root: Path, method: str, samples: list[dict[str, Any]], file: 
 
 def run(root: str, method: str, *changes: str) -> list[float]:
     """Be a rank of a run; return the losses of its steps."""
-    os.chdir(root)
-    environment = read_environment()
-    file, _ = read_training_file(f"{method}.yaml", changes)
-    watch = Losses()
-    train(resolve(file, None if environment is None else environment.world_size), [watch])
-    return watch.losses
+    return losses_of(root, f"{method}.yaml", *changes)
+
+
+def batches_of(data: Any) -> list[list[int]]:
+    """Return the numbers of the samples of each step."""
+    return [*BatchOrder(len(data), BATCH, BATCH, 0, 1, 0)][:STEPS]
 
 
 def refusal_of(name: str, changes: list[str], capsys: Any) -> str:
@@ -89,16 +75,15 @@ def refusal_of(name: str, changes: list[str], capsys: Any) -> str:
     raise AssertionError("nothing was refused")
 
 
-def same_weights(found: Path, wanted: dict[str, Tensor]) -> None:
-    """Check the weights of a folder."""
-    weights = load_file(found / "model.safetensors")
-    assert weights.keys() == wanted.keys()
-    for name, weight in wanted.items():
-        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10, msg=name)
-
-
-def numbers_of(run: Path, prefix: str) -> list[dict[str, float]]:
-    """Return the numbers of metrics.jsonl under names with a prefix, of each line that has some."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found = [{name.removeprefix(prefix): row[name] for name in row if name.startswith(prefix)} for row in rows]
-    return [each for each in found if each]
+def same_run(
+    ranks: Any, root: Path, method: str, name: str, wanted: list[float], last: Path, *parts: tuple[int, str]
+) -> None:
+    """Check losses and model of a run: each part is a number of ranks and changes; a part but the last ends early."""
+    losses: list[float] = []
+    for size, changes in parts:
+        assert len(losses) < len(wanted)
+        here = ranks(size, run, str(root), method, f"name={name}", *changes.split("; "))[0]
+        assert here
+        losses += here
+    assert losses == pytest.approx(wanted, rel=1e-10)
+    same_weights(root / "runs" / name / "model", last)

@@ -6,8 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from support.paths import DOCS
+from support.processes import program
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,14 @@ def programs(text: str) -> dict[str, str]:
         name = re.match(r"# (\w+\.py)\b", block.text)
         found[name[1] if name else f"line_{block.line}.py"] = block.text
     return found
+
+
+def run_page_program(page: str, folder: str, name: str, sizes: Sequence[object] = ()) -> str:
+    """Be a rank of a program of a page of docs; return what it prints."""
+    path = Path(folder, str(os.getpid()), name)  # a rank that writes a file while another reads it leaves it nothing
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(programs((DOCS / page).read_text())[name])
+    return program([str(path), *map(str, sizes)], folder)
 
 
 def commands(text: str) -> list[tuple[int, str]]:

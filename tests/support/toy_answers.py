@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -64,12 +65,12 @@ def steps(folder: str, rows: int, count: int, rate: float) -> dict[str, Any]:
     }
 
 
-def in_order(trainer: Any, samples: int) -> Any:
-    """Return a class of TRL's trainer that reads its samples in their order."""
+def in_order(trainer: Any, numbers: Iterable[int]) -> Any:
+    """Return a class of TRL's trainer that reads the samples of these numbers, one after another."""
 
     class InOrder(trainer):
         def _get_train_sampler(self, dataset: Any = None) -> Any:
-            return torch.utils.data.SequentialSampler(range(samples))
+            return numbers
 
     return InOrder
 

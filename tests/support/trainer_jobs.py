@@ -11,6 +11,8 @@ from torch.utils.data import Dataset
 
 import triax
 
+from support.huggingface_models import read_back
+
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -136,9 +138,4 @@ def zero(stage: int, tensor: int = 1) -> dict[str, Any]:
 
 def weights(folder: str, **options: Any) -> dict[str, Tensor]:
     """Read a folder as transformers does."""
-    import transformers
-
-    reader: Any = transformers.AutoModelForCausalLM
-    model, info = reader.from_pretrained(folder, output_loading_info=True, **options)
-    assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
-    return dict(model.state_dict())
+    return dict(read_back(folder, **options).state_dict())

@@ -8,23 +8,24 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from triax.data.answers import Answers
-from triax.data.dataloader import BatchOrder
 
+from support.file_runs import numbers_of
 from support.method_runs import (
     BATCH,
+    PAIRS,
     RATE,
-    STEPS,
-    WORDS,
-    numbers_of,
+    STOP,
+    batches_of,
     refusal_of,
     run,
-    same_weights,
+    same_run,
     write_model,
     write_samples,
 )
+from support.method_steps import descend
 from support.paths import ROOT
 from support.toy_answers import SIZES, model_of
 from support.trl_in_float64 import exact
@@ -39,7 +40,7 @@ KINDS = {
 
 
 def samples() -> list[dict[str, Any]]:
-    return [{"prompt": f"{a} ", "completion": b} for a in WORDS for b in WORDS[:4] if a != b]
+    return [{"prompt": prompt, "completion": answer} for prompt, answer, _ in PAIRS]
 
 
 def teacher_of() -> Any:
@@ -94,16 +95,12 @@ def plain_run(root: str, kind: str) -> list[float]:
         student, teacher = model_of(), teacher_of()
         data = Answers(f"{root}/distill.jsonl", "sft", f"{root}/first", 16)
         losses = []
-        for numbers in [*BatchOrder(len(data), BATCH, BATCH, 0, 1, 0)][:STEPS]:
+        for numbers in batches_of(data):
             ids, labels = data.collate(numbers)
             counts = labels >= 0
             logits, theirs = student(input_ids=ids).logits[counts], teacher(input_ids=ids).logits[counts].detach()
             loss = divergence(kind, logits, theirs, labels[counts])
-            gradients = torch.autograd.grad(loss, list(student.parameters()))
-            with torch.no_grad():
-                for parameter, gradient in zip(student.parameters(), gradients, strict=True):
-                    parameter.sub_(RATE * gradient)
-            losses.append(loss.item())
+            losses.append(descend(student, loss, RATE))
         student.save_pretrained(f"{root}/last-{kind}")
     return losses
 
@@ -114,18 +111,13 @@ def plain_run(root: str, kind: str) -> list[float]:
 def test_runs_on_grids_have_the_numbers_of_the_equations(ranks: Any, place: Path, kind: str) -> None:
     """pipe 2 x tensor 2, then data 2 x pipe 2 with zb-v, of top-k resumed with the stored file on context 2."""
     (losses,) = ranks(1, plain_run, str(place), kind, timeout=300)
-    last = load_file(place / f"last-{kind}" / "model.safetensors")
-    found = ranks(4, run, str(place), "distill", KINDS[kind], f"name=a-{kind}", "grid={pipe: 2, tensor: 2}")[0]
-    assert found == pytest.approx(losses, rel=1e-10)
-    same_weights(place / "runs" / f"a-{kind}" / "model", last)
-    changes, stop = [f"name=b-{kind}", "zero=1"], "training.time_limit=0.001s"
-    grid = ["grid={data: 2, pipe: 2}", "schedule=zb-v"]
-    first = ranks(4, run, str(place), "distill", KINDS[kind], *changes, *grid, stop)[0]
-    assert 0 < len(first) < STEPS
-    kind_then = KINDS["stored" if kind == "top" else kind]
-    rest = ranks(2, run, str(place), "distill", kind_then, *changes, "grid.context=2", "batch.microbatch=2")[0]
-    assert first + rest == pytest.approx(losses, rel=1e-10)
-    same_weights(place / "runs" / f"b-{kind}" / "model", last)
+    wanted, then = (losses, place / f"last-{kind}"), KINDS["stored" if kind == "top" else kind]
+    same_run(ranks, place, "distill", f"a-{kind}", *wanted, (4, f"{KINDS[kind]}; grid={{pipe: 2, tensor: 2}}"))
+    parts = (
+        (4, f"{KINDS[kind]}; zero=1; grid={{data: 2, pipe: 2}}; schedule=zb-v; {STOP}"),
+        (2, f"{then}; zero=1; grid.context=2; batch.microbatch=2"),
+    )
+    same_run(ranks, place, "distill", f"b-{kind}", *wanted, *parts)
 
 
 def test_held_out_samples_are_evaluated(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

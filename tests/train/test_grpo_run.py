@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import triax
 from triax.data.dataloader import BatchOrder
@@ -20,7 +19,8 @@ from triax.data.prompts import Prompts, PromptTokenizer
 from triax.train.file import read_training_file
 from triax.train.methods import Rollouts, grpo_loss
 
-from support.method_runs import FILE, RATE, WORDS, numbers_of, refusal_of, run, same_weights, write_samples
+from support.file_runs import numbers_of
+from support.method_runs import FILE, RATE, WORDS, refusal_of, run, same_run, write_samples
 from support.toy_answers import model_of, tokenizer
 from support.trl_in_float64 import exact
 
@@ -111,19 +111,15 @@ def test_runs_on_grids_have_the_numbers_of_one_process(ranks: Any, place: Path) 
     """pipe 2 x tensor 2; then data 2 x pipe 2 with ZeRO 1, stopped between the steps on a draw, resumed on tensor 2."""
     ((losses, drawn),) = ranks(1, by_functions, str(place), timeout=300)
     assert len({round(loss, 6) for loss in losses}) == STEPS
-    last = load_file(place / "by-functions" / "model.safetensors")
-    found = ranks(4, run, str(place), "grpo", "name=a", "grid={pipe: 2, tensor: 2}", "batch.microbatch=4")[0]
-    assert found == pytest.approx(losses, rel=1e-10)
-    same_weights(place / "runs" / "a" / "model", last)
+    wanted = losses, place / "by-functions"
+    same_run(ranks, place, "grpo", "a", *wanted, (4, "grid={pipe: 2, tensor: 2}; batch.microbatch=4"))
     logged = numbers_of(place / "runs" / "a", "Train/Metrics/")
     for name in ("reward", "rewards/like/mean", "completions/mean_length", "frac_reward_zero_std"):
         assert [each[name] for each in logged if name in each] == pytest.approx([each[name] for each in drawn])
     assert sum("kl" in each for each in logged) == STEPS
-    change = ["grid={data: 2, pipe: 2}", "schedule=zb-v", "zero=1", "checkpoint.every=1"]
-    first = ranks(4, run, str(place), "grpo", "name=b", *change, "training.steps=3", "export=false")[0]
-    rest = ranks(2, run, str(place), "grpo", "name=b", "grid.tensor=2", "batch.microbatch=2")[0]
-    assert len(first) == 3 and first + rest == pytest.approx(losses, rel=1e-10)
-    same_weights(place / "runs" / "b" / "model", last)
+    grid = "grid={data: 2, pipe: 2}; schedule=zb-v; zero=1; checkpoint.every=1"
+    parts = (4, f"{grid}; training.steps=3; export=false"), (2, "grid.tensor=2; batch.microbatch=2")
+    same_run(ranks, place, "grpo", "b", *wanted, *parts)
 
 
 def evaluated(root: str, *changes: str) -> list[dict[str, float]]:

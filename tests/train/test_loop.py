@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
 import math
 import os
@@ -23,15 +22,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from triax.data.token_data import TokenData
 from triax.engine.monitor.records import StepMetrics
-from triax.grid.environment import read_environment
 from triax.pipe.program.simulate import timeline_of
 from triax.pipe.schedules.choose import make_schedule
 from triax.train import loop
 from triax.train.file import read_training_file
 from triax.train.job import resolve
-from triax.train.loop import TrainingRun, train
+from triax.train.loop import TrainingRun
 from triax.train.progress import Reporter, in_lines, step_figures
 
+from support.command_line import output_of
+from support.file_runs import Recorder, Tensors, Watch, numbers_of, rows_of, run_watched, validations
 from support.reference import gpt_logits
 from support.tokenized import folder
 
@@ -55,27 +55,10 @@ clip: 0.5
 STEPS, PEAK = 4, 1e-2
 
 
-class Recorder:
-    """Watch that keeps loss, gradients and weights of each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[float, dict[str, Tensor], dict[str, Tensor]]] = []
-        self.initial: dict[str, Tensor] = {}
-
-    def start(self, run: TrainingRun) -> None:
-        self.initial = run.engine.gather()
-
-    def after_step(self, run: TrainingRun, loss: float) -> None:
-        self.steps.append((loss, run.engine.gather("gradients"), run.engine.gather()))
-
-
-def run(root: str, *changes: str) -> tuple[dict[str, Tensor], list[tuple[float, dict[str, Tensor], dict[str, Tensor]]]]:
-    """Be a rank of the run of ``root/run.yaml``; return the initial weights and what each step left."""
-    os.chdir(root)
-    environment = read_environment()
-    file, _ = read_training_file("run.yaml", changes)
+def run(root: str, *changes: str) -> tuple[Tensors, list[tuple[float, Tensors, Tensors]]]:
+    """Be a rank of the run of ``root/run.yaml``; return the initial weights, and what each step left."""
     recorder = Recorder()
-    train(resolve(file, None if environment is None else environment.world_size), [recorder])
+    run_watched(recorder, root, "run.yaml", *changes)
     return recorder.initial, recorder.steps
 
 
@@ -85,11 +68,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder(root, 60)
     (root / "run.yaml").write_text(RUN)
     return root
-
-
-def validations(place: Path, name: str) -> list[float]:
-    rows = [json.loads(line) for line in (place / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    return [row["Validation/loss"] for row in rows if "Validation/loss" in row]
 
 
 def mean_loss(weights: dict[str, Tensor], batch: Any) -> Tensor:
@@ -135,7 +113,7 @@ def test_a_run_resumed_on_another_grid_equals_plain_pytorch(ranks: Any, place: P
     rows = min(21, held_out.rows(0).count)
     batch = next(held_out.loader(rows, rows, threads=0))
     expected = float(mean_loss(weights, batch).detach())
-    assert validations(place, "one")[-1] == pytest.approx(expected, abs=1e-10, rel=0)
+    assert validations(place / "runs" / "one")[-1] == pytest.approx(expected, abs=1e-10, rel=0)
     model = place / "runs" / "one" / "model"
     texts = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     assert {path.name for path in model.iterdir()} == {"config.json", "model.safetensors", *texts}
@@ -208,8 +186,7 @@ def test_a_run_with_multi_token_prediction_names_its_terms(
     monkeypatch.chdir(place)
     modules = "model={preset: deepseek-tiny, overrides: {num_nextn_predict_layers: 1, aux_loss_alpha: 0.0}}"
     losses = [loss for loss, *_ in run(str(place), "name=mtp", modules, "data.document_mask=false")[1]]
-    rows = [json.loads(line) for line in (place / "runs" / "mtp" / "metrics.jsonl").read_text().splitlines()]
-    terms = [(row["Train/Metrics/main"], row["Train/Metrics/mtp_1"]) for row in rows if "Train/Metrics/main" in row]
+    terms = [(row["main"], row["mtp_1"]) for row in numbers_of(place / "runs" / "mtp", "Train/Metrics/")]
     assert losses == pytest.approx([main + 0.3 * further for main, further in terms], rel=1e-12)
     main, further = terms[-1]
     assert f"loss {losses[-1]:.4f}  main {main:.4f}  mtp_1 {further:.4f}" in capsys.readouterr().out
@@ -230,19 +207,11 @@ def test_the_first_picture_is_drawn_during_the_run(tmp_path: Path, capsys: pytes
     assert not path.exists()
 
 
-class FullDisk:
-    """Watch that leaves no room for any file of this process, from a step on."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def start(self, run: TrainingRun) -> None:
-        pass
-
-    def after_step(self, run: TrainingRun, loss: float) -> None:
-        if run.step == self.step:
-            run.engine.wait_for_checkpoint()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+def fill_the_disk(run: TrainingRun, loss: float) -> None:
+    """Leave no room for any file of this process, after step 2."""
+    if run.step == 2:
+        run.engine.wait_for_checkpoint()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 FULL = ("name=full", "evaluate={every: 1, best: true}")
@@ -250,14 +219,13 @@ FULL = ("name=full", "evaluate={every: 1, best: true}")
 
 def on_a_full_disk(root: str, *changes: str) -> tuple[int, str, str]:
     """Be the only rank of a run whose disk is full after step 2; return its exit code, what it says, and the log."""
-    os.chdir(root)
-    file, _ = read_training_file("run.yaml", ["sample={prompt: of, tokens: 3}", "monitor.trace=1", *changes])
     before, said, log, code = resource.getrlimit(resource.RLIMIT_FSIZE), io.StringIO(), io.StringIO(), 0
     handler = logging.StreamHandler(log)
     logging.getLogger("triax").addHandler(handler)
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            train(resolve(file, 1), [FullDisk(2)])
+            more = ("sample={prompt: of, tokens: 3}", "monitor.trace=1", *changes)
+            run_watched(Watch(fill_the_disk), root, "run.yaml", *more)
     except SystemExit as end:
         code = int(str(end.code))
     finally:
@@ -310,8 +278,7 @@ def test_a_disk_that_fills_up_ends_no_training(ranks: Any, place: Path) -> None:
     # There is room again: the run goes on, and the model is there.
     ranks(1, run, str(place), *FULL)
     assert (results / "model" / "model.safetensors").is_file() and (results / "report.html").is_file()
-    steps = [json.loads(line)["step"] for line in (results / "metrics.jsonl").read_text().splitlines()]
-    assert sorted({*steps}) == [1, 2, 3, 4]
+    assert {row["step"] for row in rows_of(results)} == {1, 2, 3, 4}
 
 
 def test_the_best_model_is_kept_and_patience_ends_the_run(
@@ -326,7 +293,7 @@ def test_the_best_model_is_kept_and_patience_ends_the_run(
     first = capsys.readouterr().out
     assert "min ended it" in first
     run(str(place), *changes)
-    shown, losses = capsys.readouterr().out, validations(place, "low")
+    shown, losses = capsys.readouterr().out, validations(place / "runs" / "low")
     lowest = min(losses)
     step = losses.index(lowest) + 1
     assert step < len(losses) < 40 and len(losses) == step + 3
@@ -343,7 +310,7 @@ def test_the_best_model_is_kept_and_patience_ends_the_run(
         "training.learning_rate={peak: 1.0e-30, schedule: constant, warmup_steps: 0}",
         "tokenizer=bytes",
     )
-    assert validations(place, "again")[0] == pytest.approx(lowest, rel=1e-10)
+    assert validations(place / "runs" / "again")[0] == pytest.approx(lowest, rel=1e-10)
     run(str(place), *changes)
     assert "give a larger evaluate.patience" in capsys.readouterr().out.replace("\n", " ")
 
@@ -351,9 +318,6 @@ def test_the_best_model_is_kept_and_patience_ends_the_run(
 def test_a_model_of_bytes_is_exported_with_its_tokenizer(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' pipeline continues a prompt as triax generate does; all bytes go there and back."""
     import transformers
-    from typer.testing import CliRunner
-
-    from triax.cli.main import app
 
     monkeypatch.chdir(place)
     for preset in ("bytes-tiny", "llama-tiny"):
@@ -364,9 +328,7 @@ def test_a_model_of_bytes_is_exported_with_its_tokenizer(place: Path, monkeypatc
             assert tokenizer(text)["input_ids"] == [*text.encode()]
             assert tokenizer.decode([*text.encode()]) == text
         assert transformers.GenerationConfig.from_pretrained(exported).eos_token_id == tokenizer.eos_token_id == 0
-        words = ["--prompt", "of the", "--max-new-tokens", "12", "--temperature", "0"]
-        ours = CliRunner().invoke(app, ["generate", str(exported), *words])
-        assert ours.exit_code == 0, ours.output
+        ours = output_of("generate", exported, "--prompt", "of the", "--max-new-tokens", 12, "--temperature", 0)
         pipeline = transformers.pipeline("text-generation", str(exported), device="cpu")
         (theirs,) = pipeline("of the", max_new_tokens=12, do_sample=False)
-        assert theirs["generated_text"].strip() == ours.stdout.strip()
+        assert theirs["generated_text"].strip() == ours.strip()

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from triax.data.answers import Answers
-from triax.data.dataloader import BatchOrder
 
-from support.method_runs import BATCH, RATE, STEPS, WORDS, refusal_of, run, same_weights, write_model, write_samples
-from support.toy_answers import model_of, quiet, steps, tokenizer
+from support.file_runs import numbers_of
+from support.method_runs import (
+    BATCH,
+    PAIRS,
+    RATE,
+    STEPS,
+    STOP,
+    batches_of,
+    refusal_of,
+    run,
+    same_run,
+    write_model,
+    write_samples,
+)
+from support.method_steps import descend, label_log_probs
+from support.toy_answers import in_order, model_of, quiet, run_of, steps, tokenizer
 from support.trl_in_float64 import exact
 
 
 def samples(method: str) -> list[dict[str, Any]]:
-    pairs = [(f"{a} ", b, a) for a in WORDS for b in WORDS[:4] if a != b]
     if method == "kto":
-        return [{"prompt": p, "completion": b, "label": n % 3 == 0} for n, (p, b, _) in enumerate(pairs)]
+        return [{"prompt": p, "completion": b, "label": n % 3 == 0} for n, (p, b, _) in enumerate(PAIRS)]
     if method == "sft":
-        return [{"prompt": p, "completion": b} for p, b, _ in pairs]
-    return [{"prompt": p, "chosen": b, "rejected": w} for p, b, w in pairs]
+        return [{"prompt": p, "completion": b} for p, b, _ in PAIRS]
+    return [{"prompt": p, "chosen": b, "rejected": w} for p, b, w in PAIRS]
 
 
 @pytest.fixture(scope="module")
@@ -42,85 +52,58 @@ def trl_run(root: str, method: str) -> list[float]:
     """Train with TRL on one process, on the samples in triax's order; return the losses, and save the weights."""
     quiet()
     import datasets
-    import transformers
     import trl
 
     data = datasets.Dataset.from_list(samples(method))
-    order = [number for batch in BatchOrder(len(data), BATCH, BATCH, 0, 1, 0) for number in batch]
-    options = steps(f"{root}/trl", BATCH, STEPS, RATE)
+    options = steps(f"{root}/{method}", BATCH, STEPS, RATE)
     kind: Any = trl.DPOTrainer if method == "dpo" else trl.SFTTrainer
-    args: Any = trl.SFTConfig(max_length=None, **options)
-    if method == "dpo":
-        args = trl.DPOConfig(beta=0.1, **options)
-
-    class InOrder(kind):
-        def _get_train_sampler(self, dataset: Any = None) -> Any:
-            return order
-
+    args: Any = trl.DPOConfig(beta=0.1, **options) if method == "dpo" else trl.SFTConfig(max_length=None, **options)
     with exact():
         more = {"ref_model": model_of()} if method == "dpo" else {}
-        trainer = InOrder(model_of(), args=args, train_dataset=data, processing_class=tokenizer(), **more)
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        trainer.save_model(f"{root}/trl-{method}")
-        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        trainer = in_order(kind, [number for batch in batches_of(data) for number in batch])(
+            model_of(), args=args, train_dataset=data, processing_class=tokenizer(), **more
+        )
+        return [row["loss"] for row in run_of(trainer, f"{root}/{method}")][:STEPS]
 
 
-@pytest.mark.parametrize("method", ["dpo", "sft"])
-def test_runs_of_methods_on_grids_have_trls_numbers(ranks: Any, place: Path, method: str) -> None:
-    """pipe 2 x tensor 2; then data 2 with ZeRO 2, stopped after a step and resumed on context 2."""
-    (losses,) = ranks(1, trl_run, str(place), method, timeout=300)
-    last = load_file(place / f"trl-{method}" / "model.safetensors")
-    found = ranks(4, run, str(place), method, "grid={pipe: 2, tensor: 2}", f"name=a-{method}")[0]
-    assert found == pytest.approx(losses, rel=1e-10)
-    same_weights(place / "runs" / f"a-{method}" / "model", last)
-    changes = [f"name=b-{method}", "batch.microbatch=2"]
-    first = ranks(2, run, str(place), method, changes[0], "zero=2", "training.time_limit=0.001s")[0]
-    assert 0 < len(first) < STEPS  # the time limit ended it
-    rest = ranks(2, run, str(place), method, "grid.context=2", *changes)[0]
-    assert first + rest == pytest.approx(losses, rel=1e-10)
-    same_weights(place / "runs" / f"b-{method}" / "model", last)
-
-
-def kto_run(root: str) -> list[float]:
+def kto_run(root: str, method: str) -> list[float]:
     """Train by KTO's equation in plain PyTorch on one process; return the losses, and save the weights."""
     with exact():
         model, reference = model_of(), model_of()
         data = Answers(f"{root}/kto.jsonl", "unpaired", f"{root}/first", 16)
         losses = []
-        order = [*BatchOrder(len(data), BATCH, BATCH, 0, 1, 0)]
-        for numbers in order[:STEPS]:
+        for numbers in batches_of(data):
             (ids, labels), (other, others) = data.collate(numbers), data.mismatched(numbers)
 
-            def log_probs(model: Any, ids: Tensor, wanted: Tensor) -> Tensor:
-                found = model(input_ids=ids).logits.log_softmax(-1)
-                rows: Tensor = (found.gather(-1, wanted.clamp(min=0)[..., None])[..., 0] * (wanted >= 0)).sum(1)
-                return rows
+            def log_probs(model: Any, ids: Tensor, labels: dict[str, Tensor]) -> Tensor:
+                return label_log_probs(model, ids, labels["labels"]).sum(1)
 
             with torch.no_grad():
-                moved = log_probs(model, other, others["labels"]) - log_probs(reference, other, others["labels"])
-                known = log_probs(reference, ids, labels["labels"])
+                moved = log_probs(model, other, others) - log_probs(reference, other, others)
+                known = log_probs(reference, ids, labels)
             baseline = moved.mean().clamp(min=0)
-            ratio = log_probs(model, ids, labels["labels"]) - known
+            ratio = log_probs(model, ids, labels) - known
             good = torch.tensor([samples("kto")[number]["label"] for number in numbers])
             signed = torch.where(good, ratio - baseline, baseline - ratio)
-            loss = (1 - torch.sigmoid(0.1 * signed)).mean()
-            gradients = torch.autograd.grad(loss, list(model.parameters()))
-            with torch.no_grad():
-                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                    parameter.sub_(RATE * gradient)
-            losses.append(loss.item())
-        model.save_pretrained(f"{root}/trl-kto")
+            losses.append(descend(model, (1 - torch.sigmoid(0.1 * signed)).mean(), RATE))
+        model.save_pretrained(f"{root}/kto/last")
     return losses
 
 
-def test_kto_has_the_numbers_of_the_equation(ranks: Any, place: Path) -> None:
-    (losses,) = ranks(1, kto_run, str(place), timeout=300)
-    last = load_file(place / "trl-kto" / "model.safetensors")
-    for name, grid in (("c", "grid={pipe: 2, tensor: 2}"), ("d", "grid={pipe: 2, data: 2}")):
-        found = ranks(4, run, str(place), "kto", grid, f"name={name}", "schedule=zb-h1")[0]
-        assert found == pytest.approx(losses, rel=1e-10)
-        same_weights(place / "runs" / name / "model", last)
+@pytest.mark.parametrize(
+    ("method", "reference", "schedule"),
+    [("dpo", trl_run, "1f1b"), ("sft", trl_run, "1f1b"), ("kto", kto_run, "zb-h1")],
+    ids=["dpo", "sft", "kto"],
+)
+def test_runs_on_grids_have_the_references_numbers(
+    ranks: Any, place: Path, method: str, reference: Any, schedule: str
+) -> None:
+    """pipe 2 x tensor 2; then data 2 with ZeRO 2, stopped after a step and resumed on context 2."""
+    (losses,) = ranks(1, reference, str(place), method, timeout=300)
+    wanted = losses, place / method / "last"
+    same_run(ranks, place, method, f"a-{method}", *wanted, (4, f"grid={{pipe: 2, tensor: 2}}; schedule={schedule}"))
+    parts = (2, f"zero=2; {STOP}"), (2, "grid.context=2; batch.microbatch=2")
+    same_run(ranks, place, method, f"b-{method}", *wanted, *parts)
 
 
 def test_held_out_samples_are_evaluated_and_are_not_trained_on(
@@ -129,8 +112,7 @@ def test_held_out_samples_are_evaluated_and_are_not_trained_on(
     monkeypatch.chdir(place)
     run(str(place), "dpo", "name=e", "data.held_out=0.3", "evaluate.every=3")
     (shown,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loss ")]
-    rows = [json.loads(line) for line in (place / "runs" / "e" / "metrics.jsonl").read_text().splitlines()]
-    losses = [row["Validation/loss"] for row in rows if "Validation/loss" in row]
+    losses = [row["loss"] for row in numbers_of(place / "runs" / "e", "Validation/")]
     assert len(losses) == 2 and shown == f"loss    {losses[-1]:.4f} nats per pair on held-out samples"
     data = Answers("dpo.jsonl", "pairs", "first", 16)
     training, held_out = data.split(0.3)
@@ -143,10 +125,8 @@ def test_held_out_samples_are_evaluated_and_are_not_trained_on(
             transformers.LlamaForCausalLM.from_pretrained(f, dtype=torch.float64) for f in ("runs/e/model", "first")
         ]
         ids, labels = data.collate([held_out[at] for at in range(8)])
-        wanted = labels["labels"]
         with torch.no_grad():
-            found = [model(input_ids=ids).logits.log_softmax(-1) for model in models]
-        rows_of = [(each.gather(-1, wanted.clamp(min=0)[..., None])[..., 0] * (wanted >= 0)).sum(1) for each in found]
+            rows_of = [label_log_probs(model, ids, labels["labels"]).sum(1) for model in models]
         better, worse = (rows_of[0] - rows_of[1]).chunk(2)
         loss = -torch.nn.functional.logsigmoid(0.1 * (better - worse)).mean()
     assert losses[-1] == pytest.approx(float(loss), rel=1e-10)
@@ -158,8 +138,7 @@ def test_the_loss_of_held_out_answers_is_a_mean_over_tokens(place: Path, monkeyp
 
     monkeypatch.chdir(place)
     run(str(place), "sft", "name=h", "data.held_out=0.4", "evaluate.every=6")
-    rows = [json.loads(line) for line in (place / "runs" / "h" / "metrics.jsonl").read_text().splitlines()]
-    (found,) = [row["Validation/loss"] for row in rows if "Validation/loss" in row]
+    (found,) = [row["loss"] for row in numbers_of(place / "runs" / "h", "Validation/")]
     data = Answers("sft.jsonl", "sft", "first", 16)
     _, held_out = data.split(0.4)
     ids, labels = data.collate([held_out[at] for at in range(8)])
@@ -176,7 +155,7 @@ def test_a_run_that_goes_on_needs_the_numbers_of_its_reference(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
-    run(str(place), "dpo", "name=f", "training.time_limit=0.001s")
+    run(str(place), "dpo", "name=f", STOP)
     (file,) = (place / "runs" / "f").glob("reference-*.safetensors")
     file.unlink()
     with pytest.raises(SystemExit):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ from triax.checkpoint.format.folder import tags
 from triax.train.requeue import requeued
 
 from support.checkpoint_jobs import Cell, Job, make
+from support.file_runs import rows_of
 from support.processes import started
 from support.tokenized import folder
 
@@ -102,5 +102,5 @@ def test_ctrl_c_saves_a_checkpoint_and_ends_the_run(tmp_path: Path, processes: i
         _, err = process.communicate(timeout=100)
     assert process.returncode == 130 and "SIGINT was received: the run ends after step" in err, err
     assert "Ctrl-C again ends it at once" in err and "Traceback" not in err
-    last = max(json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines())
+    last = max(row["step"] for row in rows_of(run))
     assert tags(run / "checkpoints") == [f"global_step{last}"]

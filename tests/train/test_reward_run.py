@@ -7,16 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from triax.base.errors import ConfigError
 from triax.data.answers import Answers
-from triax.data.dataloader import BatchOrder
-from triax.train.file import read_training_file
-from triax.train.start import make_job
 
-from support.method_runs import BATCH, RATE, STEPS, WORDS, numbers_of, run, same_weights, write_model, write_samples
-from support.toy_answers import SIZES, quiet, steps, tokenizer
+from support.file_runs import numbers_of
+from support.method_runs import (
+    BATCH,
+    PAIRS,
+    RATE,
+    STEPS,
+    STOP,
+    batches_of,
+    refusal_of,
+    run,
+    same_run,
+    write_model,
+    write_samples,
+)
+from support.toy_answers import SIZES, in_order, quiet, run_of, steps, tokenizer
 from support.trl_in_float64 import exact
 
 CENTER = 0.1
@@ -24,12 +32,11 @@ METHOD = f"method={{name: reward, center: {CENTER}}}"
 
 
 def samples() -> list[dict[str, Any]]:
-    pairs = [(f"{a} ", b, a) for a in WORDS for b in WORDS[:4] if a != b]
     return [
         {"prompt": p, "chosen": b, "rejected": w, "margin": 0.25 * (n % 3)}
         if n % 2
         else {"prompt": "", "chosen": p + b, "rejected": p + w, "margin": 0.25 * (n % 3)}
-        for n, (p, b, w) in enumerate(pairs)
+        for n, (p, b, w) in enumerate(PAIRS)
     ]
 
 
@@ -57,42 +64,29 @@ def trl_run(root: str) -> list[list[float]]:
     import trl
 
     data = datasets.Dataset.from_list(samples())
-    order = [number for batch in BatchOrder(len(data), BATCH, BATCH, 0, 1, 0) for number in batch]
-    options = steps(f"{root}/trl", BATCH, STEPS, RATE)
-    args = trl.RewardConfig(max_length=None, center_rewards_coefficient=CENTER, **options)
-
-    class InOrder(trl.RewardTrainer):
-        def _get_train_sampler(self, dataset: Any = None) -> Any:
-            return order
-
+    args = trl.RewardConfig(
+        max_length=None, center_rewards_coefficient=CENTER, **steps(f"{root}/trl", BATCH, STEPS, RATE)
+    )
     with exact():
         model = transformers.AutoModelForSequenceClassification.from_pretrained(f"{root}/first", dtype=torch.float64)
-        trainer = InOrder(model, args=args, train_dataset=data, processing_class=tokenizer())
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        trainer.save_model(f"{root}/trl-last")
-        return [[row[name] for name in ("loss", "accuracy", "margin")] for row in trainer.state.log_history[:STEPS]]
+        trainer = in_order(trl.RewardTrainer, [number for batch in batches_of(data) for number in batch])(
+            model, args=args, train_dataset=data, processing_class=tokenizer()
+        )
+        rows = run_of(trainer, f"{root}/trl")[:STEPS]
+        return [[row[name] for name in ("loss", "accuracy", "margin")] for row in rows]
 
 
 def test_reward_runs_on_grids_have_trls_numbers(ranks: Any, place: Path) -> None:
     """pipe 2 x tensor 2, data 2 x pipe 2 with zb-v; then one process, resumed on context 2."""
     (rows,) = ranks(1, trl_run, str(place), timeout=300)
-    losses = [row[0] for row in rows]
-    last = load_file(place / "trl-last" / "model.safetensors")
-    for name, *changes in (
-        ("a", "grid={pipe: 2, tensor: 2}"),
-        ("b", "grid={data: 2, pipe: 2}", "schedule=zb-v", "zero=1"),
+    for name, *parts in (
+        ("a", (4, f"{METHOD}; grid={{pipe: 2, tensor: 2}}")),
+        ("b", (4, f"{METHOD}; grid={{data: 2, pipe: 2}}; schedule=zb-v; zero=1")),
+        ("c", (1, f"{METHOD}; {STOP}"), (2, f"{METHOD}; grid.context=2; batch.microbatch=2")),
     ):
-        found = ranks(4, run, str(place), "reward", METHOD, f"name={name}", *changes)[0]
-        assert found == pytest.approx(losses, rel=1e-10)
-        same_weights(place / "runs" / name / "model", last)
+        same_run(ranks, place, "reward", name, [row[0] for row in rows], place / "trl" / "last", *parts)
         logged = numbers_of(place / "runs" / name, "Train/Metrics/")
         assert [[each["accuracy"], each["margin"]] for each in logged] == [pytest.approx(row[1:]) for row in rows]
-    first = ranks(1, run, str(place), "reward", METHOD, "name=c", "training.time_limit=0.001s")[0]
-    assert 0 < len(first) < STEPS
-    rest = ranks(2, run, str(place), "reward", METHOD, "name=c", "grid.context=2", "batch.microbatch=2")[0]
-    assert first + rest == pytest.approx(losses, rel=1e-10)
-    same_weights(place / "runs" / "c" / "model", last)
 
 
 def test_a_language_model_gets_a_head_and_is_evaluated(
@@ -132,12 +126,10 @@ def test_a_language_model_gets_a_head_and_is_evaluated(
     ],
 )
 def test_reward_runs_refuse_mistakes(
-    place: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], message: str
+    place: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], message: str, capsys: Any
 ) -> None:
     monkeypatch.chdir(place)
     (place / "mixed.jsonl").write_text(
         '{"chosen": "ab", "rejected": "c", "margin": 1}\n{"chosen": "a", "rejected": "c"}'
     )
-    with pytest.raises(ConfigError) as caught:
-        make_job(read_training_file("reward.yaml", changes)[0])
-    assert message in str(caught.value)
+    assert message in refusal_of("reward", changes, capsys)

@@ -21,9 +21,9 @@ from triax.train.job import resolve
 from triax.train.sections import TrainingFile
 from triax.train.start import make_job
 
+from support.file_runs import rows_of, written_losses
 from support.processes import TRIAX
 
-LOSS = "Train/Samples/train_loss"
 SHAPE = {
     "vocab_size": 256,
     "max_position_embeddings": 32,
@@ -70,8 +70,7 @@ def train(given: dict[str, Any], folder: str) -> None:
 
 
 def losses(folder: Path, name: str) -> list[float]:
-    rows = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    return [row[LOSS] for row in rows if LOSS in row]
+    return written_losses(folder / "runs" / name)
 
 
 def test_a_run_from_one_command(ranks: Any, folder: Path) -> None:
@@ -99,7 +98,7 @@ def test_a_run_from_one_command(ranks: Any, folder: Path) -> None:
     assert "schedule.png: the pipeline of step 6 as measured\n" in said
     assert said.count("trained 6 of 6 steps") + said.count("trained 6 steps") == 1  # rank 0 alone speaks
     made = folder / "runs" / "wide"
-    rows = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(made)
     assert "Validation/loss" in rows[-1]
     assert all("Train/Samples/tokens_per_second" in row for row in rows[:6])
     page = (made / "report.html").read_text()

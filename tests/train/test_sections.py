@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from triax.cli.main import app
 from triax.models.config import MixtralConfig
 from triax.models.huggingface.config import to_hf
 from triax.options import base
@@ -23,6 +21,7 @@ from triax.train.loop import train
 from triax.train.sections import WHOLE, TrainingFile
 from triax.train.start import make_job
 
+from support.command_line import output_of
 from support.paths import ROOT
 from support.processes import program
 from support.readme_blocks import commands, make_text, programs
@@ -95,7 +94,7 @@ def test_the_docs_list_every_key() -> None:
     table = markdown(TrainingFile, WHOLE)
     text = (ROOT / "docs" / "training-files.md").read_text()
     assert table in text, "renew it: triax train --table"
-    assert CliRunner().invoke(app, ["train", "--table"]).stdout.strip() == table
+    assert output_of("train", "--table").strip() == table
     assert len(table.splitlines()) == 2 + len([*rows(TrainingFile, whole=WHOLE)])
 
 
@@ -114,6 +113,5 @@ def test_the_docs_program_and_commands_run(ranks: Any, tmp_path: Path, monkeypat
     shutil.rmtree("tokens")
     small = ["training.steps=1", "batch.size=4", "model.preset=bytes-tiny"]
     for words in (first, [*second, *small]):
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == 0, done.output
+        output_of(*words)
     assert (tmp_path / "runs" / "first" / "model" / "config.json").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 import statistics
 from collections.abc import Iterator
@@ -20,13 +19,10 @@ from torch.utils.data import IterableDataset
 import triax
 from triax.base.errors import AgreedError, ConfigError
 from triax.checkpoint.format.folder import tags
-from triax.grid.environment import read_environment
 from triax.train import loop
-from triax.train.file import read_training_file
-from triax.train.job import resolve
-from triax.train.loop import train as train_job
 from triax.train.spikes import SpikeDetector, SpikeGuard
 
+from support.file_runs import Recorder, run_watched
 from support.tokenized import folder
 from support.toys import error_text, mean_loss, same
 
@@ -203,29 +199,13 @@ precision: fp64
 """
 
 
-class Keeper:
-    """Watch that keeps the run, its losses and its last weights."""
-
-    run: Any = None
-
-    def start(self, run: Any) -> None:
-        self.run = run
-        self.losses: list[float] = []
-
-    def after_step(self, run: Any, loss: float) -> None:
-        self.losses.append(loss)
-        self.weights = run.engine.gather()
-
-
 def train_file(root: str, *changes: str) -> tuple[list[float], dict[str, Tensor], int]:
     """Be a rank of the run of ``root/run.yaml``: losses, weights, and steps that this process skipped."""
-    os.chdir(root)
-    environment, keeper = read_environment(), Keeper()
-    file, _ = read_training_file("run.yaml", changes)
-    train_job(resolve(file, None if environment is None else environment.world_size), [keeper])
-    engine = keeper.run.engine
-    assert engine.skipped_steps == keeper.run.spikes.spikes
-    return keeper.losses, keeper.weights, engine.skipped_steps
+    recorder = Recorder()
+    run_watched(recorder, root, "run.yaml", *changes)
+    run: Any = recorder.run
+    assert run.engine.skipped_steps == run.spikes.spikes
+    return [loss for loss, *_ in recorder.steps], recorder.steps[-1][2], run.engine.skipped_steps
 
 
 def test_a_file_resumes_with_its_window_from_a_uri(ranks: Any, tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from triax.base.errors import ConfigError
-from triax.cli.main import app
 from triax.train.file import read_training_file
 from triax.train.older_keys import MOVED
 from triax.train.upgrade import upgrade
+
+from support.command_line import output_of
 
 OLDER = """\
 # a run
@@ -54,14 +54,13 @@ def test_a_file_of_older_names_is_rewritten(tmp_path: Path, caplog: pytest.LogCa
     assert before.precision.weights == "fp64" and not before.checkpoint.background
     assert (before.monitor.print_every, before.monitor.trace.step) == (5, None)
 
-    said = CliRunner().invoke(app, ["config", str(file), "--upgrade"])
-    assert said.exit_code == 0 and "training.batch is an older name of batch.size" in said.output
+    assert "training.batch is an older name of batch.size" in output_of("config", file, "--upgrade")
     caplog.clear()
     after, _ = read_training_file(file, ["batch.microbatch=4"])
     assert after == before and not caplog.text
     kept = [comment.partition("#")[2] for comment in OLDER.splitlines() if "#" in comment]
     assert all(comment in file.read_text() for comment in kept)
-    assert "no older name" in CliRunner().invoke(app, ["config", str(file), "--upgrade"]).output
+    assert "no older name" in output_of("config", file, "--upgrade")
 
 
 @pytest.mark.parametrize("older", MOVED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
 import triax
 from triax import Grid
 from triax.train.methods import distill_loss, with_teacher
 
+from support.method_steps import GRIDS, STEPS, Place, descend, engine_at, gets_data, same_steps
 from support.toy_answers import SIZES, quiet, run_of, steps, tokenizer
 from support.trl_in_float64 import exact
 
 ROWS, PROMPT, LENGTH, WORDS, RATE, K = 4, 4, 12, 29, 0.2, 5
-STEPS = pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
 SMALL = SIZES | {"vocab_size": WORDS, "initializer_range": 0.2}
 LARGER = SMALL | {"hidden_size": 24, "num_hidden_layers": 3}
 # Arguments of distill_loss, and TRL's of the same loss.
@@ -29,11 +27,6 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "reverse": ({"kind": "reverse"}, {"beta": 1.0}),
     "jsd": ({"kind": "jsd", "beta": 0.3, "temperature": 2.0}, {"beta": 0.3, "temperature": 2.0}),
 }
-GRIDS: list[tuple[dict[str, int], str, int, str]] = [
-    ({"pipe": 2, "tensor": 2}, "1f1b", 1, "read"),
-    ({"data": 2, "pipe": 2}, "zb-v", 2, "sent"),
-    ({"context": 2}, "1f1b", 3, "read"),
-]
 
 
 def model_of(seed: int, sizes: dict[str, Any]) -> Any:
@@ -59,7 +52,7 @@ def batch_of(step: int) -> tuple[Tensor, dict[str, Tensor]]:
     return ids[:, :-1], {"labels": labels}
 
 
-def trl_steps(folder: str, count: int, **options: Any) -> list[tuple[float, float]]:
+def trl_steps(folder: str, count: int, **options: Any) -> list[list[float]]:
     """Train with TRL on one process; return losses and entropies, and save both models before and the one after."""
     quiet()
     import datasets
@@ -82,12 +75,10 @@ def trl_steps(folder: str, count: int, **options: Any) -> list[tuple[float, floa
         teacher.save_pretrained(f"{folder}/teacher")
         data = datasets.Dataset.from_list([{"prompt": "."}] * ROWS)
         trainer = Fixed(student, teacher, args=args, train_dataset=data, processing_class=tokenizer())
-        return [(row["loss"], row["entropy"]) for row in run_of(trainer, folder)]
+        return [[row["loss"], row["entropy"]] for row in run_of(trainer, folder)]
 
 
-def plain_steps(
-    folder: str, steps: int, top_k: int | None, temperature: float, hard: float
-) -> list[tuple[float, float]]:
+def plain_steps(folder: str, steps: int, top_k: int | None, temperature: float, hard: float) -> list[list[float]]:
     """Train by the equations of the forward divergence in plain PyTorch, and save as ``trl_steps``."""
     with exact(), torch.enable_grad():
         student, teacher = model_of(0, SMALL), model_of(1, LARGER)
@@ -104,45 +95,22 @@ def plain_steps(
                 kept = t.topk(top_k, -1).indices
                 s, t = (torch.cat([p.gather(-1, kept), p.scatter(-1, kept, 0.0).sum(-1, True)], -1) for p in (s, t))
             loss = (t * (t / s).log()).sum(-1).mean() + hard * F.cross_entropy(logits, labels["labels"][counts])
-            gradients = torch.autograd.grad(loss, list(student.parameters()))
-            with torch.no_grad():
-                for parameter, gradient in zip(student.parameters(), gradients, strict=True):
-                    parameter.sub_(RATE * gradient)
-            found.append((loss.item(), entropy.item()))
+            found.append([descend(student, loss, RATE), entropy.item()])
         student.save_pretrained(f"{folder}/last")
     return found
 
 
 def trained(
-    folder: str,
-    loss: dict[str, Any],
-    steps: int,
-    axes: dict[str, Any],
-    schedule: str,
-    stage: Any,
-    labels: Any,
-    how: str,
-    top_k: int | None = None,
-) -> list[tuple[float, float]]:
-    """Train on a grid with a live teacher, or with its logits as a file has them; return losses and entropies."""
-    grid = Grid(**axes, timeout=60)
-    options: dict[str, Any] = {"attention": "ring"} if "context" in axes else {}
-    options |= {"sequence_parallel": True} if "tensor" in axes and loss["kind"] == "forward" else {}
+    folder: str, steps: int, place: Place, loss: dict[str, Any], how: str, top_k: int | None = None
+) -> tuple[list[list[float]], dict[str, Any]]:
+    """Train with a live teacher, or with its logits as a file has them; return losses with entropies, and metrics."""
+    grid = Grid(**place.axes, timeout=60)
+    place = place._replace(sequence_parallel="tensor" in place.axes and loss["kind"] == "forward")
     loss_fn = distill_loss(grid, WORDS, chunk_tokens=6, **loss)
-    modules = []
-    for name in ("first", "teacher"):
-        layers: Any = triax.llama_layers(triax.config_from_hf(f"{folder}/{name}"), **options)  # type: ignore[arg-type]
-        layers = triax.load_hf(f"{folder}/{name}", layers)
-        modules.append(
-            triax.PipelineModule(layers, grid=grid, loss_fn=loss_fn, dtype=torch.float64, partition="uniform")
-        )
     rows = 1 if grid.data.size > 1 else 2
-    batch: dict[str, Any] = {"batch": triax.Batch(size=ROWS, microbatch=rows, labels=labels)}
-    sgd = partial(torch.optim.SGD, lr=RATE)
-    zero = triax.Zero(stage=stage)
-    engine: Any = triax.Engine(modules[0], optimizer=sgd, schedule=schedule, zero=zero, **batch)
+    engine = engine_at(place, grid, f"{folder}/first", loss_fn, ROWS, rows, RATE)
     # The teacher's last stage is on another rank than zb-v's.
-    teacher: Any = triax.Engine(modules[1], schedule="1f1b", zero=zero, **batch)
+    teacher = engine_at(place._replace(schedule="1f1b"), grid, f"{folder}/teacher", loss_fn, ROWS, rows, None)
     share = ROWS // grid.data.size
     found = []
     for step in range(steps):
@@ -151,25 +119,13 @@ def trained(
             whole["teacher"] = torch.load(f"{folder}/{step}.pt")
         starts = range(grid.data.rank * share, (grid.data.rank + 1) * share, rows)
         data: Any = [(ids[i : i + rows], {n: each[i : i + rows] for n, each in whole.items()}) for i in starts]
-        if labels == "sent" and not modules[0].is_first:
-            data = []
+        data = data if gets_data(engine, place) else []
         if how == "live":
             data = with_teacher(engine, teacher, data, top_k)
         mean = engine.train_batch(iter(data) if data else None).item()
-        found.append((mean, engine.metrics["entropy"]))
+        found.append([mean, engine.metrics["entropy"]])
     triax.save_hf(engine, f"{folder}/triax")
-    return found
-
-
-def same_run(ranks: Any, folder: Path, wanted: list[tuple[float, float]], loss: dict[str, Any], *grid: Any) -> None:
-    """Check that all steps on a grid have losses, entropies and weights of a folder's run."""
-    last = load_file(folder / "last" / "model.safetensors")
-    for found in ranks(math.prod(grid[0].values()), trained, str(folder), loss, len(wanted), *grid, timeout=120):
-        assert sum(found, ()) == pytest.approx(sum(wanted, ()), rel=1e-10)
-    weights = load_file(folder / "triax" / "model.safetensors")
-    assert weights.keys() == last.keys()
-    for name, weight in last.items():
-        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10, msg=name)
+    return found, engine.metrics
 
 
 @STEPS
@@ -177,9 +133,9 @@ def same_run(ranks: Any, folder: Path, wanted: list[tuple[float, float]], loss: 
 def test_distillation_has_trls_losses_and_weights(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
     loss, options = LOSSES[kind]
     (wanted,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300, **options)
-    assert len(wanted) == steps and len(set(wanted)) == steps
-    for grid in GRIDS:
-        same_run(ranks, tmp_path, wanted, loss, *grid, "live")
+    assert len(wanted) == len({*map(tuple, wanted)}) == steps
+    for place in GRIDS:
+        same_steps(ranks, trained, tmp_path, wanted, place, loss, "live")
 
 
 @STEPS
@@ -194,8 +150,8 @@ def test_distillation_has_the_equations_losses_and_weights(
             teacher = model_of(1, LARGER)
             for step in range(steps):
                 torch.save(teacher(input_ids=batch_of(step)[0]).logits, tmp_path / f"{step}.pt")
-    for grid in GRIDS if top_k else GRIDS[::2]:
-        same_run(ranks, tmp_path, wanted, loss, *grid, "live" if top_k else "stored", top_k)
+    for place in GRIDS if top_k else GRIDS[::2]:
+        same_steps(ranks, trained, tmp_path, wanted, place, loss, "live" if top_k else "stored", top_k)
 
 
 def sent_bytes(top_k: int | None) -> float:
@@ -233,50 +189,3 @@ def test_bytes_sent_are_those_of_the_docstring(ranks: Any, top_k: int | None) ->
         wanted = 2 * 2 * 6 * (15 * 4 if top_k is None else K * (4 + 4))
         schemas = more - wanted if rank >= 2 else 0
         assert more == (wanted + schemas if rank >= 2 else 0) and 0 <= schemas < 2 * 300
-
-
-def test_distillation_losses_refuse_mistakes() -> None:
-    grid = Grid()
-    with pytest.raises(ValueError, match="there is no distillation loss 'revers'"):
-        distill_loss(grid, 8, "revers")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="reverse has no beta, but jsd has"):
-        distill_loss(grid, 8, beta=0.5)
-    with pytest.raises(ValueError, match=r"such as 0\.5: write kind='reverse'"):
-        distill_loss(grid, 8, "jsd", beta=1)
-    with pytest.raises(ValueError, match="temperature is 0"):
-        distill_loss(grid, 8, temperature=0)
-    with pytest.raises(ValueError, match="hard is -1"):
-        distill_loss(grid, 8, hard=-1)
-    labels, logits, loss = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, 8), distill_loss(grid, 8)
-    with pytest.raises(TypeError, match="was given a Tensor as labels: give a dict with 'labels'"):
-        loss(logits, labels)
-    with pytest.raises(ValueError, match="the teacher's part of the labels is nothing, but for labels"):
-        loss(logits, {"labels": labels})
-    ids = labels[..., None].expand(2, 3, 8)
-    for wrong in ({"teacher": logits[..., :4]}, {"teacher": logits, "teacher_ids": ids}, {"teacher_ids": ids}):
-        with pytest.raises(ValueError, match=r"with k < 8: make the microbatches with triax.methods.with_teacher"):
-            loss(logits, {"labels": labels, **wrong})
-    with pytest.raises(ValueError, match="'teacher' of k words are no log-probabilities"):
-        loss(logits, {"labels": labels, "teacher": logits[..., :2], "teacher_ids": labels[..., None].expand(2, 3, 2)})
-
-
-def test_mistakes_of_with_teacher_are_refused() -> None:
-    grid = Grid()
-    config = triax.LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
-
-    def engine(loss_fn: Any, grid: Grid = grid) -> Any:
-        model = triax.PipelineModule(triax.llama_layers(config), grid=grid, loss_fn=loss_fn)
-        return triax.Engine(model, batch=triax.Batch(size=1, microbatch=1))
-
-    student = engine(distill_loss(grid, 8))
-    with pytest.raises(TypeError, match="an engine of the teacher whose loss_fn is a NextTokenLoss: make the model"):
-        with_teacher(student, engine(triax.NextTokenLoss(grid, 8)), [])
-    with pytest.raises(ValueError, match="a vocabulary of 8, the teacher of 9"):
-        with_teacher(student, engine(distill_loss(grid, 9)), [])
-    with pytest.raises(ValueError, match="top_k is 8: give a number from 1 to 7"):
-        with_teacher(student, student, [], top_k=8)
-    with pytest.raises(ValueError, match="was given 0 microbatches"):
-        with_teacher(student, student, [])
-    other = Grid()
-    with pytest.raises(ValueError, match="the teacher has its own grid"):
-        with_teacher(student, engine(distill_loss(other, 8), other), [])

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import triax
@@ -21,17 +20,15 @@ from triax import Grid
 from triax.context.order import gather, shard
 from triax.train.methods import Rollouts, grpo_loss
 
-from support.toy_answers import quiet, run_of, steps, tokenizer
+from support.method_steps import GRIDS, Place, engine_at, same_weights
+from support.toy_answers import LETTERS, SIZES, quiet, run_of, steps, tokenizer
 from support.trl_in_float64 import exact
 
 GENERATIONS, ITERATIONS, GROUP, PROMPTS, NEW = 3, 3, 4, 2, 6
 SEED = 19
-LETTERS = {letter: number for number, letter in enumerate("._abcdefghijklmnopqrstuvwxyz ")}
 END = LETTERS["_"]
-SIZES: dict[str, Any] = {"vocab_size": len(LETTERS), "hidden_size": 16, "intermediate_size": 24}
-SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
 # No padding index, whose embedding transformers would not train: the model may draw any letter.
-SIZES |= {"bos_token_id": None, "eos_token_id": END, "pad_token_id": None}
+NO_PADDING = SIZES | {"pad_token_id": None}
 WORDS = ["the", "fox", "quick", "brown", "over", "lazy"]  # neighbors of one length: TRL pads others on the left
 WEIGHTS = [1.0, 0.5]
 
@@ -105,7 +102,7 @@ def first_model(folder: str) -> None:
     import transformers
 
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).double()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**NO_PADDING)).double()
     for parameter in model.parameters():
         parameter.data *= 8 if parameter.dim() > 1 else 1
     model.save_pretrained(f"{folder}/first")
@@ -161,24 +158,13 @@ class Run(NamedTuple):
     errors: list[float]  # largest error of the recorded log-probabilities
 
 
-def trained(
-    folder: str, name: str, axes: dict[str, Any], schedule: str = "1f1b", stage: Any = 1, labels: Any = "read"
-) -> Run:
+def trained(folder: str, name: str, place: Place) -> Run:
     """Train with triax on a grid with the model of a folder, and save the weights."""
-    grid, case = Grid(**axes, timeout=60), CASES[name]
-    config = triax.config_from_hf(f"{folder}/first")
-    options = {"attention": "ring"} if "context" in axes else {}
-    micro = 2 if schedule == "zb-v" else 4
-
-    def engine_of(loss_fn: Any, **others: Any) -> Any:
-        layers: Any = triax.load_hf(f"{folder}/first", triax.llama_layers(config, **options))  # type: ignore[arg-type]
-        module = triax.PipelineModule(layers, grid=grid, loss_fn=loss_fn, dtype=torch.float64, partition="uniform")
-        batch = triax.Batch(size=PROMPTS * GROUP, microbatch=micro, labels=labels)
-        return triax.Engine(module, batch=batch, schedule=schedule, **others)
-
-    loss = partial(grpo_loss, grid, config.vocab_size, case.kind, chunk_tokens=12, **case.loss)
-    sgd = partial(torch.optim.SGD, lr=case.rate)
-    engine = engine_of(loss(), optimizer=sgd, zero=triax.Zero(stage=stage))
+    grid, case = Grid(**place.axes, timeout=60), CASES[name]
+    sizes = PROMPTS * GROUP, 2 if place.schedule == "zb-v" else 4
+    loss = partial(grpo_loss, grid, len(LETTERS), case.kind, chunk_tokens=12, **case.loss)
+    engine = engine_at(place, grid, f"{folder}/first", loss(), *sizes, case.rate)
+    reference = engine_at(place, grid, f"{folder}/first", loss(), *sizes, None) if case.loss.get("beta") else None
     rollouts = Rollouts(
         engine,
         triax.init_inference(engine, max_batch=3, tokenizer=Letters()),
@@ -187,7 +173,7 @@ def trained(
         max_new_tokens=NEW,
         weights=WEIGHTS,
         scale_rewards=case.scale,
-        reference=engine_of(loss()) if case.loss.get("beta") else None,
+        reference=reference,
         seed=SEED,
     )
     run = Run([], [], [], [])
@@ -205,35 +191,23 @@ def trained(
     return run
 
 
-def same_weights(folder: Path) -> None:
-    last, found = (load_file(folder / each / "model.safetensors") for each in ("last", "triax"))
-    assert found.keys() == last.keys()
-    for name, weight in last.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-10, msg=name)
+SWEEP = [pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES if name != "dapo"]
 
 
-GRIDS: list[tuple[dict[str, int], str, int, str]] = [
-    ({"pipe": 2, "tensor": 2}, "1f1b", 1, "read"),
-    ({"data": 2, "pipe": 2}, "zb-v", 2, "sent"),
-    ({"context": 2}, "1f1b", 3, "read"),
-]
-
-
-def beside_trl(ranks: Any, folder: Path, name: str, grids: list[Any]) -> None:
-    """Check a run on one process and on grids beside TRL's."""
+@pytest.mark.parametrize("name", ["dapo", *SWEEP])
+def test_losses_metrics_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, name: str) -> None:
+    """On one process and on grids."""
+    folder = tmp_path
     first_model(str(folder))
-    (run,) = ranks(1, trained, str(folder), name, {}, timeout=120)
+    (run,) = ranks(1, trained, str(folder), name, Place({}), timeout=120)
     (theirs,) = ranks(1, trl_steps, str(folder), name, run.sequences, timeout=300)
     (folder / "log.json").write_text(json.dumps(theirs))
-    for axes, schedule, stage, labels in [({}, "1f1b", 1, "read"), *grids]:
-        if axes:
-            everyone = ranks(math.prod(axes.values()), trained, str(folder), name, axes, schedule, stage, labels)
-            for found in everyone:
-                assert found.sequences == run.sequences and found.losses == everyone[0].losses
-                assert repr(found.metrics) == repr(everyone[0].metrics)  # of one answer the deviation is nan
-        else:
-            everyone = [run]
-        same_weights(folder)
+    for place in [None, *GRIDS]:
+        everyone = [run] if place is None else ranks(place.ranks, trained, str(folder), name, place)
+        for found in everyone:
+            assert found.sequences == run.sequences and found.losses == everyone[0].losses
+            assert repr(found.metrics) == repr(everyone[0].metrics)  # of one answer the deviation is nan
+        same_weights(folder / "triax", folder / "last")
         assert max(everyone[0].errors) < 1e-10
         for own, row, loss in zip(everyone[0].metrics, theirs, everyone[0].losses, strict=True):
             assert loss == pytest.approx(row["loss"], abs=1e-10)
@@ -245,17 +219,6 @@ def beside_trl(ranks: Any, folder: Path, name: str, grids: list[Any]) -> None:
     assert max(clipped) > 0 and min(clipped) == 0  # some steps clip
     assert {*SHARED} <= {*run.metrics[0]} & {*theirs[0]}
     assert run.metrics[0]["completions/min_length"] < NEW == run.metrics[0]["completions/max_length"]
-
-
-@pytest.mark.parametrize("name", ["dapo", pytest.param("gspo", marks=pytest.mark.exhaustive)])
-def test_losses_metrics_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, name: str) -> None:
-    beside_trl(ranks, tmp_path, name, GRIDS)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["grpo", "grpo's paper", "dr_grpo"])
-def test_further_kinds_are_those_of_trl(ranks: Any, tmp_path: Path, name: str) -> None:
-    beside_trl(ranks, tmp_path, name, GRIDS)
 
 
 # ------------------------------------------------------------------------------------------------ the papers' equations
@@ -353,26 +316,3 @@ def test_a_sequence_in_parts_has_the_loss_and_gradient_of_all(ranks: Any, level:
     for loss, found, share in ranks(2, in_parts, data, logits.detach(), level):
         assert loss == pytest.approx(wanted.item(), abs=1e-10) and share == pytest.approx(float(clipped / count))
         torch.testing.assert_close(found, gradient, rtol=0, atol=1e-10)
-
-
-def test_grpo_losses_refuse_mistakes() -> None:
-    grid = Grid()
-    with pytest.raises(ValueError, match="there is no policy loss 'gspo'"):
-        grpo_loss(grid, 7, "gspo")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="there is no level 'tokens'; did you mean 'token'"):
-        grpo_loss(grid, 7, level="tokens")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="beta is -1: give 0"):
-        grpo_loss(grid, 7, beta=-1)
-    with pytest.raises(ValueError, match=r"clip is 1\.2 and clip_high 1\.2: give a clip between 0 and 1"):
-        grpo_loss(grid, 7, clip=1.2)
-    with pytest.raises(ValueError, match="give max_new_tokens, the most tokens of an answer"):
-        grpo_loss(grid, 7, "dr_grpo")
-    with pytest.raises(ValueError, match="dapo divides by the tokens that there are"):
-        grpo_loss(grid, 7, max_new_tokens=3)
-    with pytest.raises(ValueError, match="temperature=0: give a number above 0"):
-        grpo_loss(grid, 7, temperature=0)
-    data, logits = labels_of(2, 8), torch.zeros(2, 8, 7)
-    for name, shape in (("old", r"\(2, 8\)"), ("advantages", r"\(2,\)"), ("reference", r"\(2, 8\)")):
-        given = data | {name: torch.zeros(3)}
-        with pytest.raises(ValueError, match=rf"{shape}, as labels\['{name}'\], which is a tensor of shape \(3,\)"):
-            grpo_loss(grid, 7, beta=0.1)(logits, given)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,9 @@ import triax
 from triax import Grid
 from triax.train.methods import reward_layers, reward_loss
 
+from support.command_line import output_of
 from support.exact_norms import exact as exact_norms
+from support.method_steps import GRIDS, STEPS, Place, engine_at, gets_data, same_steps
 from support.toy_answers import SIZES, in_order, quiet, run_of, steps, tokenizer
 from support.trl_in_float64 import exact
 
@@ -67,61 +68,38 @@ def trl_steps(folder: str, count: int) -> list[dict[str, float]]:
                 for n in range(count * PAIRS)
             ]
         )
-        trainer = in_order(trl.RewardTrainer, count * PAIRS)(
+        trainer = in_order(trl.RewardTrainer, range(count * PAIRS))(
             model, args=args, train_dataset=data, processing_class=tokenizer()
         )
         return run_of(trainer, folder)
 
 
-def trained(
-    folder: str, steps: int, axes: dict[str, Any], schedule: str, stage: Any, labels: Any, sequence: bool
-) -> list[list[float]]:
-    """Train on a grid with the model of a folder, and save the weights; return losses and metrics."""
-    grid = Grid(**axes, timeout=60)
-    layers = triax.load_hf(f"{folder}/first", sequence_parallel=sequence)
-    loss_fn = reward_loss(grid, center=CENTER)
-    module = triax.PipelineModule(layers, grid=grid, loss_fn=loss_fn, dtype=torch.float64, partition="uniform")
+def trained(folder: str, steps: int, place: Place) -> tuple[list[list[float]], dict[str, Any]]:
+    """Train with the model of a folder, and save the weights; return losses with metrics, and the last metrics."""
+    grid = Grid(**place.axes, timeout=60)
     count = 1 if grid.data.size > 1 else 2  # pairs of a microbatch
-    engine: Any = triax.Engine(
-        module,
-        optimizer=partial(torch.optim.SGD, lr=RATE),
-        batch=triax.Batch(size=2 * PAIRS, microbatch=2 * count, labels=labels),
-        schedule=schedule,
-        zero=triax.Zero(stage=stage),
-    )
+    loss_fn = reward_loss(grid, center=CENTER)
+    engine = engine_at(place, grid, f"{folder}/first", loss_fn, 2 * PAIRS, 2 * count, RATE)
     share = PAIRS // grid.data.size
     starts = [
         step * PAIRS + grid.data.rank * share + first for step in range(steps) for first in range(0, share, count)
     ]
-    data = None if labels == "sent" and not module.is_first else iter([batch_of(start, count) for start in starts])
+    data = iter([batch_of(start, count) for start in starts]) if gets_data(engine, place) else None
     found = []
     for _ in range(steps):
         loss = engine.train_batch(data).item()
         found.append([loss, *(engine.metrics[name] for name in METRICS)])
     triax.save_hf(engine, f"{folder}/triax")
-    return found
+    return found, engine.metrics
 
 
-@pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
+@STEPS
 def test_reward_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, steps: int) -> None:
     (rows,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300)
     wanted = [[row[name] for name in ("loss", *METRICS)] for row in rows]
     assert len(wanted) == steps and 0 < sum(row[2] for row in wanted) < steps
-    last = load_file(tmp_path / "last" / "model.safetensors")
-    grids: list[tuple[dict[str, int], str, int, str, bool]] = [
-        ({"pipe": 2, "tensor": 2}, "1f1b", 1, "read", False),
-        ({"pipe": 2, "tensor": 2}, "1f1b", 1, "read", True),
-        ({"data": 2, "pipe": 2}, "zb-v", 2, "sent", False),
-        ({"context": 2}, "1f1b", 3, "read", False),
-    ]
-    for grid in grids:
-        for found in ranks(math.prod(grid[0].values()), trained, str(tmp_path), steps, *grid):
-            for own, right in zip(found, wanted, strict=True):
-                assert own == pytest.approx(right, rel=1e-10, abs=1e-12), grid
-        weights = load_file(tmp_path / "triax" / "model.safetensors")
-        assert weights.keys() == last.keys()
-        for name, weight in last.items():
-            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10, msg=name)
+    for place in [*GRIDS, GRIDS[0]._replace(sequence_parallel=True)]:
+        same_steps(ranks, trained, tmp_path, wanted, place)
     wrote, theirs = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("triax", "last"))
     assert all(wrote[key] == theirs[key] for key in ("architectures", "id2label", "label2id", "pad_token_id"))
 
@@ -211,15 +189,8 @@ def test_adapters_train_the_new_head_too(tmp_path: Path) -> None:
 
 
 def test_a_reward_checkpoint_is_exported_for_transformers(ranks: Any, tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from triax.cli.main import app
-
     ranks(1, checkpointed, str(tmp_path))
-    done = CliRunner().invoke(
-        app, ["checkpoint", "export", str(tmp_path / "kept"), str(tmp_path / "out"), "--format", "hf"]
-    )
-    assert done.exit_code == 0, done.output
+    output_of("checkpoint", "export", tmp_path / "kept", tmp_path / "out", "--format", "hf")
     assert load_file(tmp_path / "out" / "model.safetensors")["score.weight"].shape == (1, 16)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["architectures"] == ["LlamaForSequenceClassification"] and len(written["id2label"]) == 1
@@ -231,34 +202,3 @@ def checkpointed(folder: str) -> None:
     layers = reward_layers(triax.llama_layers(config))
     module = triax.PipelineModule(layers, grid=grid, loss_fn=reward_loss(grid))
     triax.Engine(module, batch=triax.Batch(size=2, microbatch=2)).save_checkpoint(f"{folder}/kept")
-
-
-def test_reward_losses_refuse_mistakes(tmp_path: Path) -> None:
-    import transformers
-
-    grid = Grid()
-    with pytest.raises(ValueError, match="center is -1"):
-        reward_loss(grid, center=-1)
-    loss, scores, lengths = reward_loss(grid), torch.zeros(2, 3), torch.tensor([1, 3])
-    with pytest.raises(ValueError, match=r"scores of shape \(2, 3, 8\)"):
-        loss(torch.zeros(2, 3, 8), {"lengths": lengths})
-    with pytest.raises(ValueError, match=r"integers \(2,\), as labels\['lengths'\], which is None"):
-        loss(scores, {})
-    with pytest.raises(ValueError, match="lengths of the rows are from 1 to 4, but the rows have 3 tokens"):
-        loss(scores, {"lengths": torch.tensor([1, 4])})
-    with pytest.raises(ValueError, match="has 1 rows, but pairs need an even number"):
-        loss(scores[:1], {"lengths": lengths[:1]})
-    with pytest.raises(ValueError, match=r"margins have the shape \(2,\): give one for each of 1 pairs"):
-        loss(scores, {"lengths": lengths, "margin": torch.zeros(2)})
-    config = triax.LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
-    with pytest.raises(ValueError, match="the last of the layers is FinalRMSNorm, but a reward model needs"):
-        reward_layers(triax.llama_layers(config)[:-1])
-    three = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SMALL | {"num_labels": 3}))
-    with pytest.raises(
-        ValueError, match="the LlamaForSequenceClassification has 3 scores, but triax's layers have one"
-    ):
-        triax.load_hf(three)
-    olmoe = triax.config_from_hf(transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**SMALL, num_experts=8)))
-    module = triax.PipelineModule(reward_layers(triax.models.mixtral_layers(olmoe)), grid=grid)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no class for reward models of model_type 'olmoe'"):
-        triax.save_hf(module, tmp_path)
