@@ -21,9 +21,9 @@ from support.import_reader import library  # found by the line above
 
 BUDGET = {
     "plugins": 9660,
-    "engine": 8432,
+    "engine": 8434,
     "models": 7634,
-    "pipe": 7559,
+    "pipe": 7560,
     "compat": 7007,
     "zero": 5569,
     "grid": 4830,
@@ -35,8 +35,8 @@ BUDGET = {
     "options": 1545,
     "inference": 1483,
     "testing": 1451,
-    "base": 1417,
-    "context": 1380,
+    "base": 1428,
+    "context": 1387,
     "moe": 945,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
