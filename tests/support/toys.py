@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from triax.testing.pool import RankFailure
 
 
 def mean_loss(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -47,3 +51,11 @@ def error_text(call: Callable[[], object], errors: Any = ValueError) -> str:
 def same(found: Any, wanted: Any, rtol: float = 1e-10, atol: float = 1e-13) -> None:
     """Assert that tensors, or nests of tensors, are equal to float64's rounding."""
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
+
+
+def assert_every_rank_raises(ranks: Any, count: int, words: str, job: Callable[..., object], *arguments: Any) -> None:
+    """Run a job on ranks, and assert that each of them raises an error with these words (a regular expression)."""
+    with pytest.raises(RankFailure, match=words) as failure:
+        ranks(count, job, *arguments)
+    for rank in range(count):
+        assert failure.value[rank].kind == "raised" and re.search(words, failure.value[rank].text), rank
