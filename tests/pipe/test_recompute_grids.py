@@ -12,13 +12,14 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.engine.monitor.profiler.memory_meter import MemoryMeter
-from triax.models.gpt import GPTBlock, GPTConfig, GPTLoss, gpt_layers
+from triax.models.gpt import GPTBlock, GPTConfig
 from triax.pipe.recompute.kept_inputs import Inputs, KeptNest
 from triax.pipe.recompute.recompute import Recompute
 from triax.pipe.schedules.registry import RECIPES
 from triax.testing.pool import RankFailure
 
 from support.paper_formulas import gpt_activations, paper_activations
+from support.training import tiny_gpt
 
 SAMPLES, LENGTH, VOCABULARY = 8, 6, 37
 
@@ -31,23 +32,7 @@ def train(grid: tuple[int, int, int], cells: list[Cell], steps: int = 1) -> list
     here, results = Grid(*grid, timeout=60), []
     text = torch.randint(VOCABULARY, (steps, SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(3))
     for schedule, chunks, stage, tied, shards, section in cells:
-        shape = GPTConfig(
-            vocab_size=VOCABULARY,
-            max_position_embeddings=LENGTH,
-            hidden_size=16,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            dropout=0.1,
-            tie_word_embeddings=tied,
-        )
-        model = PipelineModule(
-            gpt_layers(shape, sequence_parallel=shards),
-            grid=here,
-            loss_fn=GPTLoss(here, vocab_size=VOCABULARY),
-            seed=7,
-            dtype=torch.float64,
-            chunks=chunks,
-        )
+        model = tiny_gpt(here, sequence_parallel=shards, dropout=0.1, tie_word_embeddings=tied, chunks=chunks)
         config = {
             "train_batch_size": SAMPLES,
             "train_micro_batch_size_per_gpu": 1,

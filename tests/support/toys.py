@@ -23,6 +23,11 @@ def summed_loss(outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     return (outputs - labels).square().sum(), labels.numel()
 
 
+def mean_square(outputs: Tensor, labels: object = None) -> Tensor:
+    """Mean square of outputs, where there are no labels."""
+    return outputs.square().mean()
+
+
 def random_pair(seed: int, *shape: int) -> tuple[Tensor, Tensor]:
     """Return inputs and labels in float64, drawn from the seed."""
     x, y = torch.randn(2, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

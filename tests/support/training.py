@@ -69,6 +69,23 @@ def microbatches(grid: Grid, batches: Iterable[tuple[Any, ...]], size: int = 1) 
             yield tuple(part[first : first + size] for part in batch)
 
 
+def module_engine(model: nn.Module, grid: Grid, micro: int, stage: int = 3, **zero: Any) -> triax.ModuleEngine:
+    """Return an engine of a plain module with SGD. ``zero``: other keys of ``zero_optimization``."""
+    config = {
+        "train_micro_batch_size_per_gpu": micro,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, **zero},
+    }
+    engine = triax.initialize(model=model, config=config, grid=grid)[0]
+    assert isinstance(engine, triax.ModuleEngine)
+    return engine
+
+
+def whole_batches(batch: Callable[[int, int], Any], steps: int, replicas: int) -> list[list[tuple[Any, ...]]]:
+    """Return for each step the batches of all replicas, without labels, as ``train_plain`` takes them."""
+    return [[(batch(step, replica), None) for replica in range(replicas)] for step in range(steps)]
+
+
 def train(engine: triax.PipelineEngine, data: Any, steps: int, evaluated: Any = ()) -> list[Step]:
     """Train a pipeline. Each rank gets the gathered gradients and weights of the whole model.
 
@@ -132,7 +149,7 @@ def train_plain(
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
         optimizer.step()
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-        means = {name: sum(float(each[name]) for each in metrics) / len(metrics) for name in metrics[0]}
+        means = {name: torch.stack([each[name] for each in metrics]).mean().item() for name in metrics[0]}
         found.append(Step(loss.item(), norm, gradients, weights, means))
     return found
 

@@ -21,6 +21,9 @@ from triax.grid.agreement import call_order
 from triax.testing.pool import RankFailure
 from triax.zero import ShardedOptimizer, gathered
 
+from support.toys import mean_square
+from support.training import SGD, module_engine, pipeline_engine, train_plain
+
 WIDTH = 6
 
 # For each step: for each replica, the branches that it runs, in order.
@@ -52,23 +55,9 @@ def batch(step: int, replica: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def config(**more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, **more},
-    }
-
-
 def plainly(sizes: Sequence[int], plan: Plan) -> dict[str, Tensor]:
-    made = branches(sizes)
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-    for step, chosen in enumerate(plan):
-        optimizer.zero_grad()
-        for replica, mine in enumerate(chosen):
-            (made(batch(step, replica), mine).square().mean() / len(chosen)).backward()
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in made.named_parameters()}
+    batches = [[(batch(step, i), mine, None) for i, mine in enumerate(chosen)] for step, chosen in enumerate(plan)]
+    return train_plain(branches(sizes), SGD, batches, mean_square)[-1].weights
 
 
 def trained(sizes: Sequence[int], plan: Plan, how: str) -> dict[str, Tensor]:
@@ -77,7 +66,7 @@ def trained(sizes: Sequence[int], plan: Plan, how: str) -> dict[str, Tensor]:
     if how == "plain loop":
         optimizer = ShardedOptimizer(torch.optim.SGD, made.parameters(), grid, stage=3, module=made, lr=0.1)
     else:
-        engine = triax.initialize(model=made, config=config(stage3_keep_gathered=how == "kept"), grid=grid)[0]
+        engine = module_engine(made, grid, 4, stage3_keep_gathered=how == "kept")
     for step, chosen in enumerate(plan):
         if step % 2:
             with torch.no_grad():
@@ -138,7 +127,7 @@ def test_replicas_that_run_other_units_stop_and_name_them(
 def alone(does: str, folder: str) -> None:
     """Run the module on the first rank alone, while the others go on."""
     grid, made = Grid(timeout=600), branches([8, 8])
-    engine = triax.initialize(model=made, config=config(), grid=grid)[0]
+    engine = module_engine(made, grid, 4)
 
     def step(number: int) -> None:
         engine.backward(engine(batch(number, grid.data.rank), [0, 1]).square().mean())
@@ -166,7 +155,7 @@ def evaluates_alone() -> None:
     grid = Grid(pipe=2, data=2, timeout=600)
     layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)]
     module = PipelineModule(layers, grid=grid, loss_fn=nn.MSELoss())
-    engine = triax.initialize(model=module.double(), config={**config(), "gradient_accumulation_steps": 2})[0]
+    engine = pipeline_engine(module.double(), triax.Batch(microbatch=4, microbatches=2), 3)
     data = iter(lambda: (batch(0, grid.data.rank), batch(1, grid.data.rank)), None)
     engine.train_batch(data)
     if grid.data.rank == 1:
@@ -196,7 +185,7 @@ class Printed(io.StringIO):
 def late(file: Path) -> str:
     """Run the module on the first rank, while the other is still elsewhere; return what it prints."""
     grid, made = Grid(timeout=600), branches([8, 8])
-    engine = triax.initialize(model=made, config=config(), grid=grid)[0]
+    engine = module_engine(made, grid, 4)
     call_order._LONG, usual = 0.5, call_order._LONG
     try:
         with contextlib.redirect_stderr(Printed(file)) as printed, torch.no_grad():
@@ -219,7 +208,7 @@ def test_a_rank_that_waits_long_says_for_whom(ranks: Any, tmp_path: Path) -> Non
 def stopped() -> None:
     """Run the module on the first rank, while the system has stopped the other one, whose threads answer nothing."""
     grid, made = Grid(timeout=3), branches([8, 8])
-    engine = triax.initialize(model=made, config=config(), grid=grid)[0]
+    engine = module_engine(made, grid, 4)
     if grid.rank:
         os.kill(os.getpid(), signal.SIGSTOP)
     engine.module(batch(0, grid.data.rank), [0, 1])

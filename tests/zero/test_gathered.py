@@ -19,6 +19,9 @@ from triax.compat import deepspeed
 from triax.compat.deepspeed.zero import ZeroParamStatus
 from triax.zero import ShardedOptimizer, gathered
 
+from support.toys import mean_square
+from support.training import SGD, module_engine, train_plain, whole_batches
+
 WIDTH = 6
 
 
@@ -170,15 +173,7 @@ def batch(step: int, replica: int) -> Tensor:
 
 def plainly(steps: int) -> list[dict[str, Tensor]]:
     """Return the weights of plain PyTorch after each step."""
-    made, found = stack(), []
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for replica in range(2):
-            (made(batch(step, replica)).square().mean() / 2).backward()
-        optimizer.step()
-        found.append({name: value.clone() for name, value in made.state_dict().items()})
-    return found
+    return [step.weights for step in train_plain(stack(), SGD, whole_batches(batch, steps, 2), mean_square)]
 
 
 def fails_within(made: triax.ModuleEngine) -> None:
@@ -188,13 +183,7 @@ def fails_within(made: triax.ModuleEngine) -> None:
 
 def run_within(zero: dict[str, Any]) -> list[dict[str, Tensor]]:
     grid, module = Grid(data=2, timeout=60), stack()
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, **zero},
-    }
-    made = triax.initialize(model=module, config=config, grid=grid)[0]
-    assert isinstance(made, triax.ModuleEngine)
+    made = module_engine(module, grid, 4, **zero)
 
     def read() -> dict[str, Tensor]:
         return {name: value.clone() for name, value in module.state_dict().items()}
@@ -250,12 +239,7 @@ class ReadsByNumpy(Stack):
 def read_by_numpy() -> list[dict[str, Tensor]]:
     grid, module = Grid(data=2, timeout=60), stack()
     module.__class__ = ReadsByNumpy
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3},
-    }
-    made, found = triax.initialize(model=module, config=config, grid=grid)[0], []
+    made, found = module_engine(module, grid, 4), []
     for step in range(2):
         made.backward(made(batch(step, grid.data.rank)).square().mean())
         made.step()
@@ -320,12 +304,7 @@ def scripts_of_deepspeed(how: str) -> list[dict[str, Tensor]]:
         module, whole = made.module, made.module_state_dict()
     elif how == "module":
         module = stack()
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 3},
-        }
-        made = triax.initialize(model=module, config=config, grid=grid)[0]
+        made = module_engine(module, grid, 4)
         made.backward(made(batch(0, grid.data.rank)).square().mean())
         made.step()
         whole = made.module_state_dict()

@@ -74,6 +74,10 @@ def engine_of(grid: Grid, stage: int, name: str, size: int) -> triax.ModuleEngin
     return triax.initialize(model=made(), config=config, grid=grid)[0]
 
 
+def every_stage(name: str, folder: Path | None) -> list[dict[str, Tensor]]:
+    return [trained(stage, name, folder and folder / str(stage)) for stage in range(4)]
+
+
 def trained(stage: int, name: str, folder: Path | None) -> dict[str, Tensor]:
     """Train, and with a folder go on after each second step in a new engine with other buckets."""
     grid = Grid(timeout=60)
@@ -87,6 +91,10 @@ def trained(stage: int, name: str, folder: Path | None) -> dict[str, Tensor]:
         engine.backward(engine(batch(step, grid.data.rank), branches).square().mean())
         engine.step()
     return engine.module_state_dict()
+
+
+def every_loop(name: str) -> list[dict[str, Tensor]]:
+    return [looped(stage, name) for stage in range(4)]
 
 
 def looped(stage: int, name: str) -> dict[str, Tensor]:
@@ -118,36 +126,28 @@ def looped(stage: int, name: str) -> dict[str, Tensor]:
         return {key: value.clone() for key, value in model.state_dict().items()}
 
 
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+def same(everywhere: list[list[dict[str, Tensor]]], wanted: dict[str, Tensor]) -> None:
+    """Compare what each rank found in each stage."""
+    for found in everywhere:
+        torch.testing.assert_close(found, [wanted] * 4, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_parameter_that_stands_still_counts_no_step(ranks: Any, name: str) -> None:
-    wanted = plainly(2, name)
-    for stage in range(4):
-        for found in ranks(2, trained, stage, name, None):
-            same(found, wanted)
+    same(ranks(2, every_stage, name, None), plainly(2, name))
 
 
 @pytest.mark.parametrize(("size", "name"), [(1, "Adam"), (2, "Adam"), (2, "NAdam")])
 def test_checkpoints_keep_each_parameters_count(ranks: Any, tmp_path: Path, size: int, name: str) -> None:
-    wanted = plainly(size, name)
-    for stage in range(4):
-        for found in ranks(size, trained, stage, name, tmp_path / str(stage)):
-            same(found, wanted)
+    same(ranks(size, every_stage, name, tmp_path), plainly(size, name))
 
 
 def test_a_plain_loop_counts_the_steps_of_each_parameter(ranks: Any) -> None:
-    for stage in range(4):
-        for found in ranks(2, looped, stage, "Adam"):
-            same(found, plainly(2, "Adam"))
+    same(ranks(2, every_loop, "Adam"), plainly(2, "Adam"))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 4])
 def test_counts_on_other_numbers_of_ranks(ranks: Any, tmp_path: Path, size: int) -> None:
     for name in OPTIMIZERS:
-        for stage in range(4):
-            for found in ranks(size, trained, stage, name, tmp_path / f"{name}{stage}"):
-                same(found, plainly(size, name))
+        same(ranks(size, every_stage, name, tmp_path / name), plainly(size, name))

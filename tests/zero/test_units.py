@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from triax import Grid
 from triax.zero import ShardedOptimizer, gathered
 from triax.zero.modules.units import find_units, users
+
+from support.toys import mean_square
+from support.training import train_plain, whole_batches
 
 VOCABULARY, WIDTH, LENGTH, LAYERS = 11, 8, 5, 5
 
@@ -429,14 +433,8 @@ def containers() -> dict[str, Tensor]:
 
 def test_what_only_holds_modules_is_no_unit(ranks: Any) -> None:
     assert [name for name, _ in find_units(held())] == ["", *HELD_UNITS]
-    made = held()
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.3)
-    for step in range(2):
-        optimizer.zero_grad()
-        for replica in range(2):
-            (made(held_inputs(step, replica)).square().mean() / 2).backward()
-        optimizer.step()
-    wanted = {n: p.detach() for n, p in made.named_parameters()}
+    sgd = partial(torch.optim.SGD, lr=0.3)
+    wanted = train_plain(held(), sgd, whole_batches(held_inputs, 2, 2), mean_square)[-1].weights
     for found in ranks(2, containers):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
 

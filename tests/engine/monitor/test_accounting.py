@@ -247,20 +247,20 @@ def test_activations_are_what_autograd_saved() -> None:
 
 
 def peak_and_count(stage: int) -> tuple[int, int]:
-    """Growth of the process at the peak of two steps with 25 million parameters, and what was counted."""
+    """Growth of the process at the peak of two steps with 13 million parameters, and what was counted."""
     grid = Grid(timeout=60)
     with own_pages():
         # First a model of next to nothing, for what is imported and connected on the way.
         train(engine(grid, stage, "fp32", 8, 1), 2)
         growth = Growth()
-        report = train(engine(grid, stage, "fp32", 512, 8), 2)
+        report = train(engine(grid, stage, "fp32", 512, 4), 2)
         return growth.measure()[0], sum(report["held"].values())
 
 
 def test_the_processs_peak_is_what_was_counted(ranks: Any) -> None:
     """Within 10 % of the count. In processes of the pool; fresh ones are in the sweep."""
     for peak, counted in ranks(2, peak_and_count, 3):
-        assert counted > 200e6
+        assert counted > 100e6
         assert peak == pytest.approx(counted, rel=0.1)
 
 
