@@ -30,6 +30,7 @@ from support.checkpoint_jobs import command
 from support.paths import DOCS
 from support.readme_blocks import blocks, commands, programs
 from support.toys import error_text
+from support.training import small_config
 
 STEPS, AFTER, RATE = 3, 3, 0.01
 
@@ -64,11 +65,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: 
 
 
 def go_on(model: nn.Module, folder: Path, first: int, last: int, **section: Any) -> Any:
-    config = {
-        "train_batch_size": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": RATE}},
-        **section,
-    }
+    config = small_config("AdamW", lr=RATE, batch=8, **section)
     engine = triax.initialize(model=model, config=config)[0]
     engine.load_checkpoint(folder)
     for step in range(first, last):
@@ -305,13 +302,7 @@ def trained_and_saved(folder: str, case: str, sizes: tuple[int, int, int], half:
     config, grid = MODELS[case], triax.Grid(*sizes)
     layers = gpt_layers(config) if isinstance(config, GPTConfig) else llama_layers(config)
     model = triax.PipelineModule(layers, grid=grid, loss_fn=GPTLoss(grid, vocab_size=config.vocab_size), seed=3)
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": RATE}},
-        "zero_optimization": {"stage": 1},
-        "bf16": {"enabled": half},
-    }
+    settings = small_config("AdamW", lr=RATE, micro=2, accumulation=2, stage=1, bf16={"enabled": half})
     engine = triax.initialize(model=model, config=settings)[0]
     ids = torch.arange(2 * 9).view(2, 9)
     engine.train_batch(iter(lambda: (ids[:, :-1], ids[:, 1:]), None))

@@ -44,6 +44,7 @@ from support.checkpoint_jobs import SIZES, Cell, Job, command, make
 from support.paths import DOCS
 from support.readme_blocks import blocks
 from support.small_checkpoints import linear
+from support.training import small_config
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
@@ -237,11 +238,7 @@ def test_every_schedule_goes_on(kind: str, tmp_path: Path) -> None:
         "ReduceLROnPlateau": {"patience": 0},
         "ChainedScheduler": {"schedulers": [{"type": "StepLR", "params": {"step_size": 2}}, {"type": "ConstantLR"}]},
     }
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
-        "scheduler": {"type": kind, "params": params.get(kind, {})},
-    }
+    config = small_config("Adam", lr=0.01, micro=2, scheduler={"type": kind, "params": params.get(kind, {})})
 
     def engine(seed: int) -> Any:
         torch.manual_seed(seed)

@@ -105,7 +105,7 @@ def test_a_run_saves_and_resumes_at_a_uri(memory: str, tmp_path: Path, capsys: A
     before = {*Path(tempfile.gettempdir()).glob("triax-checkpoint-*")}
     losses = {}
     for place in (str(tmp_path / "run"), memory):
-        section = {"dir": place, "every": 2, "keep": 2, "resume": "auto", "async": place == memory}
+        section: dict[str, Any] = {"dir": place, "every": 2, "keep": 2, "resume": "auto", "async": place == memory}
         engine = small_engine(**section)
         assert engine.resumed == (None, None)
         losses[place] = [small_steps(engine) for _ in range(7)]

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 3,
-    "gradient_accumulation_steps": 4,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-}
+from support.toys import error_text
+from support.training import small_config
+
+CONFIG: dict[str, Any] = small_config(micro=3, accumulation=4)
 
 
 def engine_of(grid: Grid | None = None, loss: Any = None) -> triax.PipelineEngine:
@@ -71,9 +70,7 @@ BAD_PAIRS = [
 
 
 def two_losses_refused(sizes: tuple[int, int, int]) -> str:
-    with pytest.raises(RuntimeError) as error:
-        engine_of(Grid(*sizes, timeout=60), loss=as_two).train_batch(signed())
-    return str(error.value)
+    return error_text(lambda: engine_of(Grid(*sizes, timeout=60), loss=as_two).train_batch(signed()), RuntimeError)
 
 
 def refused_backward() -> None:

@@ -16,7 +16,8 @@ from triax.base.errors import ConfigError
 from triax.testing.pool import RankFailure
 
 from support.pipeline_jobs import BASE, WIDTH, engine, given, layers, microbatches
-from support.toys import mean_loss
+from support.toys import error_text, mean_loss
+from support.training import small_config
 
 
 class OwnList(PipelineModule):
@@ -189,12 +190,7 @@ def behind_a_detach(pipe: int, schedule: str, chunks: int) -> dict[str, Tensor]:
     module = PipelineModule(layers, grid=grid, loss_fn=nn.MSELoss(), seed=3, chunks=chunks, dtype=torch.float64)
     engine, *_ = triax.initialize(
         model=module,
-        config={
-            "train_batch_size": 4,
-            "gradient_accumulation_steps": 4,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}},
-            "pipeline": {"schedule": schedule},
-        },
+        config=small_config("AdamW", batch=4, accumulation=4, schedule=schedule, params={"weight_decay": 0.5}),
     )
     x = torch.arange(16, dtype=torch.float64).view(4, 1, 4)
     for _ in range(2):
@@ -218,9 +214,7 @@ def partly_tied() -> str:
     listed = [linear, LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(nn.Linear, WIDTH, WIDTH), linear]
     model = PipelineModule(listed, grid=grid, loss_fn=mean_loss, dtype=torch.float64)
     some = [each.parameter for each in model.local_parameters() if grid.rank == 0 or each.tie is None]
-    with pytest.raises(ConfigError) as caught:
-        triax.initialize(model=model, model_parameters=some, config=BASE)
-    return str(caught.value)
+    return error_text(lambda: triax.initialize(model=model, model_parameters=some, config=BASE), ConfigError)
 
 
 def test_a_tied_weight_is_given_to_the_optimizer_on_all_stages(ranks: Any) -> None:

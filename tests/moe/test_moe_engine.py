@@ -28,6 +28,7 @@ from triax.pipe.backward import SplitBackward, deferring
 from triax.pipe.spec import LayerSpec
 
 from support.moe_reference import reference
+from support.training import small_config
 
 D, E, K, W, ROWS, T = 6, 4, 2, 4, 8, 4
 OPTIONS: dict[str, Any] = {"z_loss": 0.01, "balance_coefficient": 0.1, "bias_rate": 0.05}
@@ -320,11 +321,7 @@ def module_engine(data: int, expert: int, accumulation: int) -> dict[str, Any]:
         engine, *_ = triax.initialize(
             model=model,
             grid=grid,
-            config={
-                "train_batch_size": ROWS,
-                "gradient_accumulation_steps": accumulation,
-                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            },
+            config=small_config(batch=ROWS, accumulation=accumulation),
         )
         for step in range(2):
             for x in batch(step)[0].unflatten(0, (accumulation, data, -1))[:, grid.data.rank]:

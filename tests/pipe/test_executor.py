@@ -18,6 +18,7 @@ from triax.base.deferred import Deferred
 from triax.pipe.backward import SplitBackward, deferring
 
 from support.toys import summed_loss
+from support.training import small_config
 
 WIDTH, MICROBATCHES = 6, 4
 Pair = tuple[Any, Tensor]
@@ -230,13 +231,7 @@ def module(name: str, grid: Grid, **kwargs: Any) -> PipelineModule:
 
 def pipelined(name: str, pipe: int, schedule: str, ragged: bool, stage: int, **kwargs: Any) -> Any:
     grid = Grid(pipe=pipe, timeout=60)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": MICROBATCHES,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "pipeline": {"schedule": schedule},
-        "zero_optimization": {"stage": stage},
-    }
+    config = small_config(micro=1, accumulation=MICROBATCHES, stage=stage, schedule=schedule)
     engine, *_ = triax.initialize(model=module(name, grid, **kwargs), config=config)
     pairs, found = iter(data(ragged)), []
     for _ in range(2):
@@ -386,11 +381,7 @@ def failing(kind: str) -> str:
         loss_fn=lambda outputs, labels: outputs.square().mean(),
         partition="uniform",
     )
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": MICROBATCHES,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
+    config = small_config(micro=1, accumulation=MICROBATCHES)
     engine, *_ = triax.initialize(model=model, config=config)
     with pytest.raises(RuntimeError) as error:
         engine.train_batch((x.float(), y.float()) for x, y in data(kind == "raise"))

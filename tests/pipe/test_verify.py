@@ -229,9 +229,9 @@ def test_a_tie_is_summed_before_its_weight_is_reduced(zero: int) -> None:
         verify(replace(program, ops=tuple(map(tuple, moved))))
     # A sum that comes before a backward of a stage with the tie misses its gradient.
     early = []
-    for order in map(list, program.ops):
-        order.insert(0, order.pop(next(i for i, op in enumerate(order) if op.kind == "TIED")))
-        early.append(tuple(order))
+    for late in map(list, program.ops):
+        late.insert(0, late.pop(next(i for i, op in enumerate(late) if op.kind == "TIED")))
+        early.append(tuple(late))
     with pytest.raises(ScheduleError, match="comes after tie 0 is summed"):
         verify(replace(program, ops=tuple(early)))
 

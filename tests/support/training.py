@@ -69,13 +69,42 @@ def microbatches(grid: Grid, batches: Iterable[tuple[Any, ...]], size: int = 1) 
             yield tuple(part[first : first + size] for part in batch)
 
 
+def small_config(
+    optimizer: str | dict[str, Any] = "SGD",
+    lr: Any = 0.1,
+    *,
+    batch: int | None = None,
+    micro: int | None = None,
+    accumulation: int | None = None,
+    stage: int | None = None,
+    zero: dict[str, Any] | None = None,
+    clip: float | None = None,
+    schedule: str | None = None,
+    params: dict[str, Any] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Return a configuration in DeepSpeed's keys.
+
+    ``zero``: all of ``zero_optimization``, in place of its stage. ``params``: of the optimizer, beside ``lr``.
+    ``more``: other keys.
+    """
+    given = {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        "optimizer": {"type": optimizer, "params": {"lr": lr, **(params or {})}}
+        if isinstance(optimizer, str)
+        else optimizer,
+        "zero_optimization": zero if stage is None else {"stage": stage},
+        "pipeline": None if schedule is None else {"schedule": schedule},
+    }
+    return {key: value for key, value in given.items() if value is not None} | more
+
+
 def module_engine(model: nn.Module, grid: Grid, micro: int, stage: int = 3, **zero: Any) -> triax.ModuleEngine:
     """Return an engine of a plain module with SGD. ``zero``: other keys of ``zero_optimization``."""
-    config = {
-        "train_micro_batch_size_per_gpu": micro,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, **zero},
-    }
+    config = small_config(micro=micro, zero={"stage": stage, **zero})
     engine = triax.initialize(model=model, config=config, grid=grid)[0]
     assert isinstance(engine, triax.ModuleEngine)
     return engine

@@ -18,7 +18,7 @@ from triax.grid.layout import set_layout
 from triax.zero.flat import Item, plan
 
 from support.toys import mean_square, random_pair
-from support.training import SGD, train_plain, whole_batches
+from support.training import SGD, small_config, train_plain, whole_batches
 
 WIDTH = 6
 
@@ -109,12 +109,7 @@ def batch() -> tuple[Tensor, Tensor]:
 def reduced(grid: tuple[int, int, int], stage: int, bucket: int) -> Any:
     here = Grid(*grid, timeout=60)
     model = PipelineModule(layers(), grid=here, loss_fn=loss_fn, dtype=torch.float64, partition="uniform")
-    config = {
-        "train_batch_size": 8,
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket},
-    }
+    config = small_config("AdamW", lr=0.01, batch=8, micro=1, zero={"stage": stage, "reduce_bucket_size": bucket})
     engine, optimizer, *_ = triax.initialize(model=model, config=config)
 
     def data() -> Iterator[tuple[Tensor, Tensor]]:
@@ -165,12 +160,7 @@ def overlapped() -> list[str]:
     """Return the calls, in order, in the last backward of a rank that has three buckets."""
     here = Grid(data=2, timeout=60)
     model = PipelineModule([LayerSpec(nn.Linear, 4, 4) for _ in range(3)], grid=here, loss_fn=loss_fn)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": 20},
-    }
+    config = small_config(micro=1, accumulation=2, zero={"stage": 1, "reduce_bucket_size": 20})
     engine, *_ = triax.initialize(model=model, config=config)
     calls: list[str] = []
     start = here.data.reduce_scatter
@@ -218,12 +208,7 @@ class Quantised(nn.Module):
 
 def quantised_engine(grid: Grid, seed: int, stage: int, bf16: bool) -> triax.ModuleEngine:
     torch.manual_seed(seed)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": bf16},
-    }
+    config = small_config(micro=4, stage=stage, bf16={"enabled": bf16})
     made = triax.initialize(model=Quantised(seed).double(), config=config, grid=grid)[0]
     assert isinstance(made, triax.ModuleEngine)
     return made
@@ -289,12 +274,7 @@ def pipelined_integers(stage: int) -> None:
             loss_fn=lambda o, y: (o - y).square().mean(),
             device=device,
         )
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage},
-            "bf16": {"enabled": True},
-        }
+        config = small_config(micro=2, stage=stage, bf16={"enabled": True})
         made = triax.initialize(model=model, config=config)[0]
         x = torch.randn(2, 2, WIDTH).bfloat16()
         made.train_batch(iter([(x[0], x[1])]))

@@ -21,7 +21,7 @@ from triax.grid.agreement import call_order
 from triax.testing.pool import RankFailure
 from triax.zero import ShardedOptimizer, gathered
 
-from support.toys import mean_square
+from support.toys import error_text, mean_square
 from support.training import SGD, module_engine, pipeline_engine, train_plain
 
 WIDTH = 6
@@ -94,9 +94,7 @@ def test_replicas_may_run_other_units_in_each_step(ranks: Any, size: int, how: s
 
 
 def refused(job: Any, *args: Any) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        job(*args)
-    return str(caught.value)
+    return error_text(lambda: job(*args), RuntimeError)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from triax.base.errors import ConfigError
 from triax.compat.deepspeed.from_config import read_config
 from triax.pipe.program.draw import chrome_trace
 
-from support.toys import random_pair, summed_loss
+from support.toys import error_text, random_pair, summed_loss
 
 WIDTH, LAYERS, MICROBATCHES, REPLICAS, STEPS = 32, 4, 2, 2, 2
 WEIGHT, BIAS = WIDTH * WIDTH, WIDTH  # elements, both multiples of every padding on two replicas
@@ -262,15 +262,11 @@ def unused(strict: bool) -> str:
     grid = Grid(data=REPLICAS, timeout=60)
     zero = {"stage": 1, "ignore_unused_parameters": not strict}
     made = engine(grid, zero, [LayerSpec(Layer), LayerSpec(Idle)])
-    try:
-        made.train_batch(data(grid))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return error_text(lambda: made.train_batch(data(grid)), RuntimeError)
 
 
 def test_an_unused_parameter_is_an_error_where_it_was_to_be(ranks: Any) -> None:
-    assert ranks(REPLICAS, unused, False) == [""] * REPLICAS
+    assert ranks(REPLICAS, unused, False) == ["no error"] * REPLICAS
     for message in ranks(REPLICAS, unused, True):
         assert "1 parameters got no gradient in this step: layers.1.idle" in message
         assert "allow_unused" in message

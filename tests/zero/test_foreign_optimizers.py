@@ -170,8 +170,8 @@ def sharded(make: Any, stage: int) -> list[dict[str, Tensor]]:
     return [half, run(other, loaded, range(STEPS // 2, STEPS))]
 
 
-def refusals(cases: list[tuple[Any, ...]]) -> list[str]:
-    return [error_text(partial(*case), ConfigError) for case in cases]
+def refusals(cases: list[Any]) -> list[str]:
+    return [error_text(partial(job, *arguments), ConfigError) for job, *arguments in cases]
 
 
 def same(found: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> None:
@@ -242,7 +242,7 @@ def test_what_no_flat_shard_can_hold_steps_whole_or_is_refused(ranks: Any, kind:
     for runs in ranks(2, every_way, kind, resumes, range(1), tmp_path):
         for found in runs:
             same(found, wanted)
-    cases = [(new_engine, kind, stage, pipe) for stage in (1, 2, 3) for pipe in (0, 1)]
+    cases: list[Any] = [(new_engine, kind, stage, pipe) for stage in (1, 2, 3) for pipe in (0, 1)]
     cases += [(sharded, kind, stage) for stage in (1, 2, 3)] + [(new_engine, kind, 0, 2)] * (not whole)
     for texts in ranks(2, refusals, cases):
         for (_, _, stage, *_), text in zip(cases, texts, strict=True):

@@ -20,7 +20,7 @@ from triax.compat.deepspeed.zero import ZeroParamStatus
 from triax.zero import ShardedOptimizer, gathered
 
 from support.toys import mean_square
-from support.training import SGD, module_engine, train_plain, whole_batches
+from support.training import SGD, module_engine, small_config, train_plain, whole_batches
 
 WIDTH = 6
 
@@ -29,11 +29,7 @@ def engine(grid: Grid, stage: int, **config: Any) -> triax.PipelineEngine:
     layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)]
     dtype = None if config else torch.float64
     model = PipelineModule(layers, grid=grid, loss_fn=lambda o, y: (o - y).float().square().mean(), dtype=dtype)
-    base = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-    }
+    base = small_config(micro=2, stage=stage)
     return triax.initialize(model=model, config={**base, **config})[0]
 
 

@@ -17,6 +17,7 @@ import triax
 from triax import Grid
 from triax.zero import gathered
 
+from support.toys import error_text
 from support.training import SGD, module_engine, train_plain
 
 WIDTH = 6
@@ -165,9 +166,7 @@ def test_modules_that_compute_their_weights_or_take_objects(ranks: Any) -> None:
 
 
 def written(kind: str) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        train(module_engine(made(kind), Grid(timeout=60), 4), steps=1)
-    return str(caught.value)
+    return error_text(lambda: train(module_engine(made(kind), Grid(timeout=60), 4), steps=1), RuntimeError)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("max_norm", "embedding.weight"), *((kind, "weight") for kind in WRITES)])

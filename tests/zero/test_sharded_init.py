@@ -24,6 +24,7 @@ from triax.zero.modules.units import find_units
 from triax.zero.sharded_init import ShardedInit, sharded_parameter
 
 from support.paths import DOCS
+from support.training import small_config
 
 WIDTH, BLOCKS, WORDS = 24, 4, 11
 
@@ -192,11 +193,7 @@ def trained(stage: int, folder: str, built: str) -> None:
     """Train a model built in shards, against the same one built whole on one process."""
     whole, _ = build()
     whole = whole.double()
-    settings: dict[str, Any] = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 900},
-    }
+    settings: dict[str, Any] = small_config(batch=4, zero={"stage": stage, "reduce_bucket_size": 900})
     if built == "offloaded":
         settings["zero_optimization"]["offload_param"] = {"device": "cpu"}
     torch.manual_seed(5)

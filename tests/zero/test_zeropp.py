@@ -22,6 +22,7 @@ from triax.zero.zeropp.options import ZeroPlusPlus
 
 from support.quantized_layers import ALL, HPZ, LAYERS, MICROBATCHES, PLAIN, QGZ, QWZ, STEPS, WIDTH, Layer, made
 from support.toys import random_pair, summed_loss
+from support.training import small_config
 
 Array = NDArray[Any]
 
@@ -300,12 +301,7 @@ def accounted(zero: dict[str, Any], config: dict[str, Any], frozen: bool = False
     model = PipelineModule(layers, grid=grid, loss_fn=lambda o, y: (o - y).float().square().mean())
     if frozen:
         model.layers["1"].weight.requires_grad_(False)
-    base = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 3,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, **zero},
-    }
+    base = small_config("AdamW", micro=2, accumulation=3, zero={"stage": 3, **zero})
     engine, *_ = triax.initialize(model=model, config={**base, **config})
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
