@@ -28,6 +28,7 @@ from triax.models.recurrent.sizes import DeltaNetSizes
 
 from support.checkpoint_jobs import command
 from support.paths import DOCS
+from support.rank_checks import float64_by_default
 from support.readme_blocks import blocks, commands, programs
 from support.toys import error_text
 from support.training import small_config
@@ -232,6 +233,7 @@ def test_a_checkpoint_that_fsdp_wrote_on_two_ranks(ranks: Any, tmp_path: Path) -
     assert_same(engine.gather(), {f"layers.{name}": weight for name, weight in wanted.items()})
 
 
+@float64_by_default()
 def test_a_checkpoint_of_a_ddp_loop_continues_as_the_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,38 +241,32 @@ def test_a_checkpoint_of_a_ddp_loop_continues_as_the_page_shows(
     page = (DOCS / "moving-from" / "ddp.md").read_text()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "old_script", SimpleNamespace(build=lambda: Net().double()))
-    torch.set_default_dtype(torch.float64)
-    try:
-        rate = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (step + 1))
-        model = Net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-        schedule = rate(optimizer)
-        train(model, optimizer, 0, STEPS, schedule)
-        parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": schedule}
-        torch.save({name: part.state_dict() for name, part in parts.items()}, "ddp.pt")
-        train(model, optimizer, STEPS, STEPS + AFTER, schedule)
+    rate = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (step + 1))
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    schedule = rate(optimizer)
+    train(model, optimizer, 0, STEPS, schedule)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": schedule}
+    torch.save({name: part.state_dict() for name, part in parts.items()}, "ddp.pt")
+    train(model, optimizer, STEPS, STEPS + AFTER, schedule)
 
-        exec(programs(page)["to_dcp.py"], {})
-        (words,) = (shlex.split(text) for _, text in commands(page) if "checkpoint import" in text)
-        other = Net()
-        other.again.weight = nn.Parameter(other.first.weight + 1.0)
-        weights = {"model": other.state_dict()}
-        dcp.save(weights, checkpoint_id="untied")
-        assert command(*words[2:])[0] == command("import", "untied", "runs/untied", *words[5:])[0] == 0
-        engine: Any = triax.Engine(
-            Net(), optimizer=partial(torch.optim.AdamW, lr=RATE), lr_scheduler=rate, batch=8, zero=2
-        )
-        (resume,) = (block.text for block in blocks(page) if "lr_scheduler.load_state_dict" in block.text)
-        differ = "again.weight and first.weight have different values, but are one parameter of the model"
-        load = partial(engine.load_checkpoint, "runs/untied", load_optimizer_states=False)
-        assert differ in error_text(load, CheckpointError)
-        exec(resume, {"engine": engine, "torch": torch})
-        for step in range(STEPS, STEPS + AFTER):
-            engine.backward(engine(batch(step)).square().mean())
-            engine.step()
-        assert_same(dict(engine.module.state_dict()), dict(model.state_dict()), 1e-10)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    exec(programs(page)["to_dcp.py"], {})
+    (words,) = (shlex.split(text) for _, text in commands(page) if "checkpoint import" in text)
+    other = Net()
+    other.again.weight = nn.Parameter(other.first.weight + 1.0)
+    weights = {"model": other.state_dict()}
+    dcp.save(weights, checkpoint_id="untied")
+    assert command(*words[2:])[0] == command("import", "untied", "runs/untied", *words[5:])[0] == 0
+    engine: Any = triax.Engine(Net(), optimizer=partial(torch.optim.AdamW, lr=RATE), lr_scheduler=rate, batch=8, zero=2)
+    (resume,) = (block.text for block in blocks(page) if "lr_scheduler.load_state_dict" in block.text)
+    differ = "again.weight and first.weight have different values, but are one parameter of the model"
+    load = partial(engine.load_checkpoint, "runs/untied", load_optimizer_states=False)
+    assert differ in error_text(load, CheckpointError)
+    exec(resume, {"engine": engine, "torch": torch})
+    for step in range(STEPS, STEPS + AFTER):
+        engine.backward(engine(batch(step)).square().mean())
+        engine.step()
+    assert_same(dict(engine.module.state_dict()), dict(model.state_dict()), 1e-10)
 
 
 # -------------------------------------------------------------------------------------------------- Hugging Face

@@ -6,7 +6,6 @@ The backend is aot_eager, which traces and differentiates graphs as inductor doe
 from __future__ import annotations
 
 import copy
-import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from triax.models.mixtral import MixtralConfig, mixtral_layers
 
 from support.module_training import CLIP, net
 from support.module_training import microbatch as module_microbatch
+from support.rank_checks import triax_warnings
 from support.training import small_config
 
 ON = {"enabled": True, "backend": "aot_eager"}
@@ -309,19 +309,15 @@ class Opaque(nn.Module):
 
 
 def reports() -> list[str]:
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("triax").addHandler(handler)
-    grid = Grid()
-    for schedule in ("1f1b", "zb-h1"):
-        model = PipelineModule([triax.LayerSpec(Opaque)] * 2, grid=grid, loss_fn=nn.functional.mse_loss)
-        config = small_config(micro=2, schedule=schedule, compile=ON)
-        engine = triax.initialize(model=model, config=config)[0]
-        x = torch.ones(2, 4)
-        for _ in range(2):
-            engine.train_batch(iter([(x, 2 * x)]))
-    logging.getLogger("triax").removeHandler(handler)
+    with triax_warnings() as found:
+        grid = Grid()
+        for schedule in ("1f1b", "zb-h1"):
+            model = PipelineModule([triax.LayerSpec(Opaque)] * 2, grid=grid, loss_fn=nn.functional.mse_loss)
+            config = small_config(micro=2, schedule=schedule, compile=ON)
+            engine = triax.initialize(model=model, config=config)[0]
+            x = torch.ones(2, 4)
+            for _ in range(2):
+                engine.train_batch(iter([(x, 2 * x)]))
     return found
 
 

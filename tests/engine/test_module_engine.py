@@ -40,8 +40,6 @@ def engined(settings: dict[str, Any], grid: Grid) -> Trace:
 
 
 CASES = [(kind, stage, accumulation) for kind in OPTIMIZERS for stage in range(4) for accumulation in (1, 3)]
-
-
 LAST = (("AdamW", 3, 3), ("AdamW", 3, 3))  # with everything on disk, and reduced once a step
 
 

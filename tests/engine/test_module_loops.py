@@ -23,7 +23,7 @@ from triax.grid.randomness.random import Dropout
 from support.module_jobs import loss_of, one, weights
 from support.module_training import MICRO, WIDTH, config, groups, microbatch, net
 from support.paths import DOCS
-from support.toys import assert_every_rank_raises
+from support.rank_checks import assert_every_rank_raises
 
 
 class Noted(nn.Module):

@@ -66,11 +66,7 @@ HALVES = {
     "bf16": ({"bf16": {"enabled": True}}, torch.bfloat16, 2**-8),
     "fp16": ({"fp16": {"enabled": True, "initial_scale_power": 8}}, torch.float16, 2**-11),
 }
-
-
 EXHAUSTIVE = pytest.mark.exhaustive
-
-
 PLACES = [((1, 1, 1), 0), ((2, 2, 1), 1), ((1, 2, 2), 2), ((1, 2, 1), 2), ((2, 2, 1), 3)]
 FIRST = [("fp16", (1, 2, 1))]
 STEPS = 20

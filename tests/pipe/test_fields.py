@@ -16,7 +16,7 @@ import triax
 from triax import Grid, LayerSpec, TiedLayerSpec
 from triax.base.errors import AgreedError
 
-from support.toys import assert_every_rank_raises
+from support.rank_checks import assert_every_rank_raises
 from support.training import (
     SGD,
     Step,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, Loss, WithLoss
 
-from support.toys import assert_every_rank_raises
+from support.rank_checks import assert_every_rank_raises
 from support.training import SGD, Step, assert_steps_equal, pipeline_engine, train, train_plain
 
 VOCABULARY, WIDTH, SAMPLES, LENGTH, STEPS = 11, 6, 8, 6, 2

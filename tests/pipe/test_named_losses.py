@@ -19,7 +19,7 @@ from triax import Grid, Loss, NextTokenLoss
 from support import five_axes
 from support.five_axes import Job, Place
 from support.module_training import net
-from support.toys import assert_every_rank_raises
+from support.rank_checks import assert_every_rank_raises
 from support.training import (
     SGD,
     Step,

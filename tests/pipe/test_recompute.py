@@ -84,8 +84,6 @@ class Frozen(nn.Linear):
 
 
 WIDTH = 6
-
-
 ZOO: list[Any] = [
     LayerSpec(Frozen, WIDTH),
     TiedLayerSpec("tie", nn.Linear, WIDTH, WIDTH),

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
-
-from triax.testing.pool import RankFailure
 
 
 def mean_loss(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -21,11 +17,6 @@ def mean_loss(outputs: Tensor, labels: Tensor) -> Tensor:
 def summed_loss(outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     """Sum of squared errors and its weight, the number of elements: a loss function's second form."""
     return (outputs - labels).square().sum(), labels.numel()
-
-
-def mean_square(outputs: Tensor, labels: object = None) -> Tensor:
-    """Mean square of outputs, where there are no labels."""
-    return outputs.square().mean()
 
 
 def random_pair(seed: int, *shape: int) -> tuple[Tensor, Tensor]:
@@ -56,11 +47,3 @@ def error_text(call: Callable[[], object], errors: Any = ValueError) -> str:
 def same(found: Any, wanted: Any, rtol: float = 1e-10, atol: float = 1e-13) -> None:
     """Assert that tensors, or nests of tensors, are equal to float64's rounding."""
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
-
-
-def assert_every_rank_raises(ranks: Any, count: int, words: str, job: Callable[..., object], *arguments: Any) -> None:
-    """Run a job on ranks, and assert that each of them raises an error with these words (a regular expression)."""
-    with pytest.raises(RankFailure, match=words) as failure:
-        ranks(count, job, *arguments)
-    for rank in range(count):
-        assert failure.value[rank].kind == "raised" and re.search(words, failure.value[rank].text), rank

@@ -12,11 +12,7 @@ from torch.utils.data import Dataset
 import triax
 
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-
-
 _NO_DROPOUT = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-
-
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2Config",
@@ -38,8 +34,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | _NO_TOKENS,
     ),
 }
-
-
 STEPS, BATCH, ACCUMULATION = 20, 4, 2  # the batch of all replicas
 
 

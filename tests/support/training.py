@@ -110,6 +110,11 @@ def module_engine(model: nn.Module, grid: Grid, micro: int, stage: int = 3, **ze
     return engine
 
 
+def mean_square(outputs: Tensor, labels: object = None) -> Tensor:
+    """Mean square of outputs, where there are no labels."""
+    return outputs.square().mean()
+
+
 def whole_batches(batch: Callable[[int, int], Any], steps: int, replicas: int) -> list[list[tuple[Any, ...]]]:
     """Return for each step the batches of all replicas, without labels, as ``train_plain`` takes them."""
     return [[(batch(step, replica), None) for replica in range(replicas)] for step in range(steps)]

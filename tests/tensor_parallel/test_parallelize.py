@@ -29,7 +29,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "bert": {"num_attention_heads": 4, "intermediate_size": 37},
 }
 
-
 _COMMON = {
     "vocab_size": 43,
     "hidden_size": 24,
@@ -38,11 +37,7 @@ _COMMON = {
     "num_attention_heads": 6,
     "max_position_embeddings": 16,
 }
-
-
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
-
-
 _NO_DROPOUT = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 3},

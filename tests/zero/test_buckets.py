@@ -17,8 +17,8 @@ from triax import Grid, LayerSpec, Layout, PipelineModule
 from triax.grid.layout import set_layout
 from triax.zero.flat import Item, plan
 
-from support.toys import mean_square, random_pair
-from support.training import SGD, small_config, train_plain, whole_batches
+from support.toys import random_pair
+from support.training import SGD, mean_square, small_config, train_plain, whole_batches
 
 WIDTH = 6
 

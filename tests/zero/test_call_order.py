@@ -21,8 +21,8 @@ from triax.grid.agreement import call_order
 from triax.testing.pool import RankFailure
 from triax.zero import ShardedOptimizer, gathered
 
-from support.toys import error_text, mean_square
-from support.training import SGD, module_engine, pipeline_engine, train_plain
+from support.toys import error_text
+from support.training import SGD, mean_square, module_engine, pipeline_engine, train_plain
 
 WIDTH = 6
 

@@ -19,8 +19,7 @@ from triax.compat import deepspeed
 from triax.compat.deepspeed.zero import ZeroParamStatus
 from triax.zero import ShardedOptimizer, gathered
 
-from support.toys import mean_square
-from support.training import SGD, module_engine, small_config, train_plain, whole_batches
+from support.training import SGD, mean_square, module_engine, small_config, train_plain, whole_batches
 
 WIDTH = 6
 

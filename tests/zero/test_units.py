@@ -19,8 +19,7 @@ from triax import Grid
 from triax.zero import ShardedOptimizer, gathered
 from triax.zero.modules.units import find_units, users
 
-from support.toys import mean_square
-from support.training import train_plain, whole_batches
+from support.training import mean_square, train_plain, whole_batches
 
 VOCABULARY, WIDTH, LENGTH, LAYERS = 11, 8, 5, 5
 

@@ -245,11 +245,7 @@ def simulated(layout: Any, replicas: int, zero: dict[str, Any]) -> tuple[dict[st
 
 
 _WHOLE = "stage3_param_persistence_threshold"
-
-
 _NVME = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
-
-
 _WAYS: list[tuple[tuple[int, int, int], list[tuple[dict[str, Any], dict[str, Any]]]]] = [
     ((1, 2, 1), [({**PLAIN, QWZ: True}, {}), (ALL, {}), ({"stage": 1, QGZ: True}, {}), ({"stage": 2, QGZ: True}, {})]),
     ((1, 2, 1), [({**ALL, "offload_param": _NVME}, {}), ({**ALL, HPZ: 2, "offload_optimizer": _NVME}, {})]),
@@ -290,8 +286,6 @@ def test_secondary_shards_change_no_bit(ranks: Any) -> None:
 
 
 SIDE, DEEP = 64, 4
-
-
 WEIGHTS = DEEP * SIDE * SIDE  # of fp32; no bias: a multiple of every padding
 
 

@@ -31,8 +31,6 @@ from support.toys import error_text
 from support.training import small_config
 
 MODEL = GPTConfig(vocab_size=32, max_position_embeddings=16, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
-
-
 MICRO, STEPS, TRACED = 4, 4, 3
 
 
