@@ -19,8 +19,9 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.grid.agreement import call_order
 from triax.testing.pool import RankFailure
-from triax.zero import ShardedOptimizer, gathered
+from triax.zero import gathered
 
+from support.sharded_loops import sharded_sgd
 from support.toys import error_text
 from support.training import SGD, mean_square, module_engine, pipeline_engine, train_plain
 
@@ -64,7 +65,7 @@ def trained(sizes: Sequence[int], plan: Plan, how: str) -> dict[str, Tensor]:
     """Train by an engine, or in a plain loop; an evaluation of other branches runs before every second step."""
     grid, made = Grid(timeout=600), branches(sizes)
     if how == "plain loop":
-        optimizer = ShardedOptimizer(torch.optim.SGD, made.parameters(), grid, stage=3, module=made, lr=0.1)
+        optimizer = sharded_sgd(made, grid)
     else:
         engine = module_engine(made, grid, 4, stage3_keep_gathered=how == "kept")
     for step, chosen in enumerate(plan):

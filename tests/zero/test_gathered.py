@@ -17,8 +17,9 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.compat import deepspeed
 from triax.compat.deepspeed.zero import ZeroParamStatus
-from triax.zero import ShardedOptimizer, gathered
+from triax.zero import gathered
 
+from support.sharded_loops import sharded_sgd
 from support.training import SGD, mean_square, module_engine, small_config, train_plain, whole_batches
 
 WIDTH = 6
@@ -305,7 +306,7 @@ def scripts_of_deepspeed(how: str) -> list[dict[str, Tensor]]:
         whole = made.module_state_dict()
     else:
         module = stack()
-        made = ShardedOptimizer(torch.optim.SGD, module.parameters(), grid, stage=3, module=module, lr=0.1)
+        made = sharded_sgd(module, grid)
         made.zero_grad()
         module(batch(0, grid.data.rank)).square().mean().backward()
         made.step()

@@ -16,11 +16,19 @@ from triax.zero import ShardedOptimizer, gathered
 from support.training import small_config
 
 WIDTH, STEPS = 5, 8
-OPTIMIZERS = ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD", "SGD", "Adagrad", "Rprop", "RMSprop", "Adadelta"]
+DECAY = {"weight_decay": 0.5}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop")},
+    "Adagrad": {"lr_decay": 0.3},
+    "SGD": {"momentum": 0.9, "dampening": 0.5, **DECAY},
+    "SGD with plain momentum": {"momentum": 0.9, **DECAY},
+    "RMSprop": DECAY,
+    "Adadelta": DECAY,
+}
 PLACES: list[dict[str, Any]] = [{"stage": stage, "stage3_param_persistence_threshold": 0} for stage in range(4)]
-# Where sub-groups end within parameters. They have one count for a bucket, so this is for optimizers that do not count.
+# Here a bucket has one count, and sub-groups end within parameters: for optimizers that count no steps.
 OFFLOADED: dict[str, Any] = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 10}
-WITHOUT_COUNT = ("SGD", "RMSprop", "Adadelta")
+WITHOUT_COUNT = ("SGD with plain momentum", "RMSprop", "Adadelta")
 
 
 class Thawing(nn.Module):
@@ -54,16 +62,17 @@ def batch(step: int, replica: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + replica), dtype=torch.float64)
 
 
+def class_of(name: str) -> Any:
+    return getattr(torch.optim, name.split()[0])
+
+
 def options(name: str) -> dict[str, Any]:
-    decay = {"weight_decay": 0.5}
-    more = {"SGD": {"momentum": 0.9, "dampening": 0.5, **decay}, "Adagrad": {"lr_decay": 0.3}}
-    more |= {"RMSprop": decay, "Adadelta": decay}
-    return {"lr": 0.01, **more.get(name, {})}
+    return {"lr": 0.01, **OPTIMIZERS[name]}
 
 
 def plainly(replicas: int, name: str) -> dict[str, Tensor]:
     model = made()
-    optimizer = getattr(torch.optim, name)(model.parameters(), **options(name))
+    optimizer = class_of(name)(model.parameters(), **options(name))
     for step in range(STEPS):
         branches = prepare(model, step)
         optimizer.zero_grad()
@@ -74,7 +83,7 @@ def plainly(replicas: int, name: str) -> dict[str, Tensor]:
 
 
 def engine_of(grid: Grid, place: dict[str, Any], name: str, size: int) -> triax.ModuleEngine:
-    optimizer = {"type": name, "params": options(name)}
+    optimizer = {"type": class_of(name).__name__, "params": options(name)}
     config = small_config(optimizer, micro=4, zero={**place, "reduce_bucket_size": size})
     return triax.initialize(model=made(), config=config, grid=grid)[0]
 
@@ -109,7 +118,7 @@ def looped(stage: int, name: str) -> dict[str, Tensor]:
 
     def optimizer_of() -> ShardedOptimizer:
         arguments: Any = {"stage": stage, "module": model, "bucket_size": 100, **options(name)}
-        return ShardedOptimizer(getattr(torch.optim, name), model.parameters(), grid, **arguments)
+        return ShardedOptimizer(class_of(name), model.parameters(), grid, **arguments)
 
     optimizer = optimizer_of()
     for step in range(STEPS):

@@ -19,7 +19,7 @@ from triax.zero import ShardedOptimizer
 
 from support.paths import DOCS
 from support.processes import program
-from support.sharded_loops import WIDTH, Net, backward, microbatch, net
+from support.sharded_loops import WIDTH, Net, backward, microbatch, net, sharded_sgd
 
 
 def test_a_modules_zero_grad_counts_too() -> None:
@@ -82,7 +82,7 @@ def test_torchs_grad_scaler_is_refused(stage: int) -> None:
         if kind == "engine":
             optimizer: Any = initialize(model=model, config={**config, "zero_optimization": {"stage": stage}})[1]
         else:
-            optimizer = ShardedOptimizer(torch.optim.SGD, model.parameters(), Grid(), stage=stage, module=model, lr=0.1)
+            optimizer = sharded_sgd(model, Grid(), stage=stage)
         scaler = torch.amp.GradScaler("cpu")
         optimizer.zero_grad()
         scaler.scale(model(torch.ones(2, WIDTH)).mean()).backward()

@@ -19,6 +19,7 @@ from triax import Grid
 from triax.zero import ShardedOptimizer, gathered
 from triax.zero.modules.units import find_units, users
 
+from support.sharded_loops import sharded_sgd
 from support.training import mean_square, train_plain, whole_batches
 
 VOCABULARY, WIDTH, LENGTH, LAYERS = 11, 8, 5, 5
@@ -257,9 +258,7 @@ def calls(keep: bool) -> tuple[list[str], float, float]:
     """Gathers and runs of one step, in order; bytes that it sends, and bytes of all weights."""
     grid = Grid(timeout=30)
     made = model()
-    optimizer = ShardedOptimizer(
-        torch.optim.SGD, made.parameters(), grid, stage=3, module=made, keep_gathered=keep, lr=0.3
-    )
+    optimizer = sharded_sgd(made, grid, lr=0.3, keep_gathered=keep)
     seen: list[str] = []
     for bucket in optimizer.backward_passes.data_axis.buckets:
         restore: Callable[..., Any] = bucket.restore
@@ -324,7 +323,7 @@ def test_which_modules_are_units() -> None:
 def failing_forward() -> Any:
     grid = Grid(timeout=30)
     made = model()
-    optimizer = ShardedOptimizer(torch.optim.SGD, made.parameters(), grid, stage=3, module=made, lr=0.3)
+    optimizer = sharded_sgd(made, grid, lr=0.3)
     block = blocks_of(made)[2]
     handle = block.out.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -349,7 +348,7 @@ def untied() -> Any:
     grid = Grid(timeout=30)
     made = model()
     units = ["transformer.tokens", "transformer.h.*", "head"]
-    optimizer = ShardedOptimizer(torch.optim.SGD, made.parameters(), grid, stage=3, module=made, units=units, lr=0.3)
+    optimizer = sharded_sgd(made, grid, lr=0.3, units=units)
     names = {p: n for n, p in made.named_parameters()}
     loss_of(made, 0, grid.data.rank).backward()
     return {names[p]: g.clone() for p, g in optimizer.gradients()}, whole_bytes(optimizer)
@@ -420,7 +419,7 @@ def held_inputs(step: int, replica: int) -> Tensor:
 def containers() -> dict[str, Tensor]:
     grid = Grid(timeout=30)
     made = held()
-    optimizer = ShardedOptimizer(torch.optim.SGD, made.parameters(), grid, stage=3, module=made, lr=0.3)
+    optimizer = sharded_sgd(made, grid, lr=0.3)
     for step in range(2):
         optimizer.zero_grad()
         made(held_inputs(step, grid.data.rank)).square().mean().backward()
