@@ -146,20 +146,17 @@ def batches(steps: int = 3, micro: int = 4) -> list[list[tuple[Tensor, Tensor]]]
     return [[(pair[0], pair[1]) for pair in step] for step in x]
 
 
+def config(stage: int, replicas: int = 1) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return small_config("AdamW", 0.05, micro=3, accumulation=4 // replicas, zero=zero, clip=0.5)
+
+
 def with_loss(
     grid: Grid, stage: int, schedule: str, loss: Any, layers: list[Any] | None = None, **more: Any
 ) -> triax.PipelineEngine:
     layers = layers or [LayerSpec(nn.Linear, 6, 6) for _ in range(4)]
     module = PipelineModule(layers, grid=grid, loss_fn=loss, dtype=torch.float64)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": 4 // grid.data.size,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
-    return triax.initialize(model=module, config=config, schedule=schedule)[0]
+    return triax.initialize(model=module, config=config(stage, grid.data.size) | more, schedule=schedule)[0]
 
 
 def train_balanced(
@@ -250,13 +247,7 @@ def late_and_shared() -> list[Any]:
         given = [{"params": rest}, {"params": [log_sigma], "lr": 0.01}]
         engine = triax.initialize(
             model=module,
-            config={
-                "train_micro_batch_size_per_gpu": 3,
-                "gradient_accumulation_steps": 4,
-                "gradient_clipping": 0.5,
-                "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
-                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            },
+            config=config(stage),
             model_parameters=given,
             schedule=schedule,
         )[0]

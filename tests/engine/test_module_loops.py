@@ -24,6 +24,7 @@ from support.module_jobs import loss_of, one, weights
 from support.module_training import MICRO, WIDTH, config, groups, microbatch, net
 from support.paths import DOCS
 from support.rank_checks import assert_every_rank_raises
+from support.readme_blocks import blocks, steps_of_program
 
 
 class Noted(nn.Module):
@@ -308,18 +309,11 @@ def test_weights_that_went_elsewhere_are_told_of(how: str) -> None:
         engine.step()
 
 
-def run_docs(source: str, folder: str) -> int:
-    os.chdir(folder)
-    space: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(source, "docs/engine.md", "exec"), space)
-    return int(space["actor"].global_steps)
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_programs_of_the_docs_run(ranks: Any, size: int, tmp_path: Path) -> None:
-    text = (DOCS / "engine.md").read_text()
-    source = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
-    assert ranks(size, run_docs, source, str(tmp_path)) == [2] * size
+    page = blocks((DOCS / "engine.md").read_text())
+    source = "\n".join(block.text for block in page if block.language == "python")
+    assert ranks(size, steps_of_program, source, str(tmp_path), "actor") == [2] * size
     assert torch.load(tmp_path / "model.pt")["linear.weight"].shape == (16, 16)
 
 

@@ -165,12 +165,15 @@ def train_plain(
     clip: float | None = None,
     parameters: Iterable[Any] | None = None,
     forward: Callable[..., Any] | None = None,
+    named: dict[str, Any] | None = None,
 ) -> list[Step]:
     """Train in one process with PyTorch alone. A batch holds the microbatches of all replicas; their mean counts.
 
     ``loss_fn`` returns the loss, or a pair of it and metrics. ``forward`` runs the model if its own does not.
+    ``named``: the parameters by other names than the model's.
     """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = dict(model.named_parameters()) if named is None else named
+    trained = {name: p for name, p in named.items() if p.requires_grad}
     optimizer = make_optimizer(list(trained.values()) if parameters is None else list(parameters))
     found = []
     for batch in batches:
@@ -182,7 +185,7 @@ def train_plain(
         norm = nn.utils.clip_grad_norm_(trained.values(), float("inf") if clip is None else clip).item()
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
         optimizer.step()
-        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        weights = {name: p.detach().clone() for name, p in named.items()}
         means = {name: torch.stack([each[name] for each in metrics]).mean().item() for name in metrics[0]}
         found.append(Step(loss.item(), norm, gradients, weights, means))
     return found

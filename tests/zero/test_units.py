@@ -148,20 +148,15 @@ def loss_of(made: Model, step: int, replica: int) -> Tensor:
 
 
 Found = list[dict[str, Tensor]]
+FAST_SGD = partial(torch.optim.SGD, lr=0.3)
 
 
 def plain(how: str, replicas: int, steps: int = 3) -> tuple[Found, dict[str, Tensor]]:
+    """Return the gradients of each step and the last weights of plain PyTorch."""
     made = model(how)
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.3)
-    gradients = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for replica in range(replicas):
-            (loss_of(made, step, replica) / replicas).backward()
-        named = [(n, p) for n, p in made.named_parameters() if p.requires_grad]
-        gradients.append({n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named})
-        optimizer.step()
-    return gradients, {n: p.detach().clone() for n, p in made.named_parameters()}
+    batches = [[(step, replica, None) for replica in range(replicas)] for step in range(steps)]
+    found = train_plain(made, FAST_SGD, batches, lambda loss, _: loss, forward=partial(loss_of, made))
+    return [step.gradients for step in found], found[-1].weights
 
 
 def whole_bytes(optimizer: ShardedOptimizer) -> int:
@@ -431,8 +426,7 @@ def containers() -> dict[str, Tensor]:
 
 def test_what_only_holds_modules_is_no_unit(ranks: Any) -> None:
     assert [name for name, _ in find_units(held())] == ["", *HELD_UNITS]
-    sgd = partial(torch.optim.SGD, lr=0.3)
-    wanted = train_plain(held(), sgd, whole_batches(held_inputs, 2, 2), mean_square)[-1].weights
+    wanted = train_plain(held(), FAST_SGD, whole_batches(held_inputs, 2, 2), mean_square)[-1].weights
     for found in ranks(2, containers):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
 
