@@ -21,6 +21,7 @@ from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
 from triax.models.gpt import GPTConfig, gpt_layers
 
+from support.toys import error_text
 from support.training import small_config
 
 VOCABULARY, LENGTH, WIDTH, LAYERS, HEADS, MICRO, COUNT = 48, 8, 32, 4, 4, 2, 4
@@ -324,9 +325,7 @@ def test_amp_as_apex_has_it() -> None:
     ],
 )
 def test_what_cannot_act_is_refused(given: Any, words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        module_engine(**given)
-    assert words in str(error.value)
+    assert words in error_text(lambda: module_engine(**given), ConfigError)
 
 
 # ---------------------------------------------------------------------------------------------- any module

@@ -107,9 +107,7 @@ def test_schedules_of_your_own_and_searched_for(ranks: Any, tmp_path: Path, name
     ],
 )
 def test_schedules_that_do_not_fit_the_engine_are_refused(pipeline: Any, words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        engine(Grid(), pipeline=pipeline)
-    assert words in str(error.value)
+    assert words in error_text(lambda: engine(Grid(), pipeline=pipeline), ConfigError)
 
 
 def test_chunks_follow_from_the_schedule_with_a_message(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,8 @@ from triax.base.errors import ConfigError
 from triax.compat.deepspeed.config.to_options import batch_sizes
 from triax.compat.deepspeed.from_config import read_config
 
+from support.toys import error_text
+
 
 def case(kind: str, **params: Any) -> dict[str, Any]:
     return {"type": kind, "params": {"lr": 0.1, **params}}
@@ -111,15 +113,11 @@ WHOLE: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("config", "words"), WHOLE)
 def test_configurations_that_contradict_are_refused(config: Any, words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        batch_sizes(read_config(config), 2)
-    assert words in str(error.value)
+    assert words in error_text(lambda: batch_sizes(read_config(config), 2), ConfigError)
 
 
 @pytest.mark.parametrize(
     ("section", "value", "words"), [(name, *row) for name, rows in SECTIONS.items() for row in rows]
 )
 def test_mistakes_in_each_section_are_refused(section: str, value: Any, words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        read_config({"train_batch_size": 4, section: value})
-    assert words in str(error.value)
+    assert words in error_text(lambda: read_config({"train_batch_size": 4, section: value}), ConfigError)

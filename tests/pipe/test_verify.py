@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from triax.testing.strategies import schedules
 
 from support.schedule_runner import ops
 from support.schedule_runner import runs as schedule_runs
+from support.toys import error_text
 
 SEVERAL = settings(max_examples=150, derandomize=True)
 
@@ -104,11 +106,10 @@ def test_a_lost_or_doubled_op_is_named(schedule: Schedule, rank: int, i: int, j:
     if how == "drop" and schedule.stages * schedule.microbatches == 1 and op.kind in "BI":
         return  # what is left is inference
     mutant = replace(schedule, orders=mutate(schedule.orders, rank, i, j, how))
-    with pytest.raises(ScheduleError) as caught:
-        verify(mutant)
-    assert f"rank {rank}" in str(caught.value)
+    words = error_text(lambda: verify(mutant), ScheduleError)
+    assert f"rank {rank}" in words
     name = {"B": "B", "I": "[IBW]", "W": "W", "F": "[FIB]"}[op.kind]
-    assert caught.match(rf"{op.stage}{name}{op.microbatch}\b")
+    assert re.search(rf"{op.stage}{name}{op.microbatch}\b", words)
 
 
 @SEVERAL

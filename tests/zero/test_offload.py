@@ -6,6 +6,7 @@ import math
 import os
 import resource
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from triax.zero.sub_groups import sub_groups
 
 from support.foreign_optimizers import StartsWithState
 from support.resident import Growth, own_pages, rest, status
-from support.toys import same
+from support.toys import error_text, same
 from support.training import pipeline_engine, train
 
 WIDTH, SAMPLES, STEPS = 9, 8, 4
@@ -413,9 +414,7 @@ def test_the_offload_keys_of_deepspeed_are_read() -> None:
         ({"sub_group_size": 0}, "sub_group_size"),
     ]
     for keys, message in cases:
-        with pytest.raises(ConfigError) as caught:
-            zero(**keys)
-        assert message in str(caught.value)
+        assert message in error_text(partial(zero, **keys), ConfigError)
 
 
 def test_an_optimizer_that_makes_its_state_at_once() -> None:
