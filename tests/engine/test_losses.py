@@ -18,7 +18,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 
 from support.toys import error_text
-from support.training import small_config
+from support.training import small_config, train_plain
 
 CONFIG: dict[str, Any] = small_config(micro=3, accumulation=4)
 
@@ -185,25 +185,19 @@ def take(engine: triax.PipelineEngine, step: list[tuple[Tensor, Tensor]]) -> flo
 
 
 def plain_balanced(
-    loss_fn: nn.Module, layers: list[nn.Module], optimizer: torch.optim.Optimizer | None = None
+    loss_fn: nn.Module, layers: list[nn.Module], groups: list[dict[str, Any]] | None = None
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     model = nn.ModuleDict({"layers": nn.ModuleList(layers), "loss_fn": loss_fn})
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.05)
-    losses = []
-    for step in batches():
-        optimizer.zero_grad()
-        pairs = [loss_fn(nn.Sequential(*layers)(x), y) for x, y in step]
-        loss = sum(total for total, _ in pairs) / sum(weight for _, weight in pairs)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(loss.item())
-    named = dict(model.named_parameters())
-    return (
-        losses,
-        {n: p.grad for n, p in named.items() if p.grad is not None},
-        {n: p.detach() for n, p in named.items()},
-    )
+
+    def loss(outputs: list[Tensor], labels: list[Tensor]) -> Tensor:
+        pairs = [loss_fn(*pair) for pair in zip(outputs, labels, strict=True)]
+        return sum(total for total, _ in pairs) / sum(weight for _, weight in pairs)
+
+    whole = [[tuple(zip(*step, strict=True))] for step in batches()]
+    adamw, stack = functools.partial(torch.optim.AdamW, lr=0.05), nn.Sequential(*layers)
+    forward = functools.partial(map, stack)
+    steps = train_plain(model, adamw, whole, loss, 0.5, groups, forward)
+    return [step.loss for step in steps], steps[-1].gradients, steps[-1].weights
 
 
 def initial_layers() -> list[nn.Module]:
@@ -269,7 +263,7 @@ def test_a_loss_may_be_assigned_and_share_a_weight_with_a_layer(ranks: Any) -> N
     loss_fn.centers = layers[0]
     listed = [*nn.ModuleList(layers).parameters()]
     groups: list[dict[str, Any]] = [{"params": listed}, {"params": [loss_fn.log_sigma], "lr": 0.01}]
-    wanted, _, weights = plain_balanced(loss_fn, layers, torch.optim.AdamW(groups, lr=0.05))
+    wanted, _, weights = plain_balanced(loss_fn, layers, groups)
     for rank in ranks(2, late_and_shared):
         for losses, found in rank:
             same_numbers(losses, wanted)

@@ -181,24 +181,14 @@ def module_steps(stage: Any, pairs: bool) -> Any:
     return found
 
 
-def plain_module_steps() -> Any:
-    model = net()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def plain_module_steps() -> list[tuple[dict[str, float], dict[str, Tensor]]]:
+    def loss(y: Tensor, _: None) -> tuple[Tensor, dict[str, Tensor]]:
+        square, added = y.square().mean(), y.sum()
+        return square + 0.25 * added, {"square": square, "sum": added, "largest": y.max()}
+
     x = torch.randn(2, 2, 2, 2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = []
-    for step in x:
-        optimizer.zero_grad()
-        outputs = [model(part) for part in step.flatten(0, 1)]
-        square = torch.stack([y.square().mean() for y in outputs]).mean()
-        added = torch.stack([y.sum() for y in outputs]).mean()
-        (square + 0.25 * added).backward()
-        largest = torch.stack([y.max() for y in outputs]).mean()
-        values = {"square": square.item(), "sum": added.item(), "largest": largest.item()}
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
-        found.append((values, gradients))
-        optimizer.step()
-    return found
+    steps = train_plain(net(), SGD, [[(part, None) for part in step.flatten(0, 1)] for step in x], loss)
+    return [(step.metrics, step.gradients) for step in steps]
 
 
 @pytest.mark.parametrize("pairs", [False, True])
