@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 
-from support.toys import error_text
+from support.toys import error_text, same
 from support.training import small_config, train_plain
 
 CONFIG: dict[str, Any] = small_config(micro=3, accumulation=4)
@@ -215,17 +215,13 @@ CASES = [
 ]
 
 
-def same_numbers(found: Any, wanted: Any) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
-
-
 @pytest.mark.parametrize(("sizes", "cases"), CASES, ids=str)
 def test_parameters_of_a_loss_are_trained(ranks: Any, tmp_path: Path, sizes: Any, cases: Any) -> None:
     """They were listed and never trained."""
     wanted = plain_balanced(balanced(), initial_layers())
     for rank in ranks(math.prod(sizes), train_balanced, sizes, cases, tmp_path):
         for found in rank:
-            same_numbers(found, wanted)
+            same(found, wanted)
 
 
 def late_and_shared() -> list[Any]:
@@ -266,8 +262,8 @@ def test_a_loss_may_be_assigned_and_share_a_weight_with_a_layer(ranks: Any) -> N
     wanted, _, weights = plain_balanced(loss_fn, layers, groups)
     for rank in ranks(2, late_and_shared):
         for losses, found in rank:
-            same_numbers(losses, wanted)
-            same_numbers(found, weights)
+            same(losses, wanted)
+            same(found, weights)
 
 
 def test_parameters_that_a_plain_function_hides_are_named(caplog: pytest.LogCaptureFixture) -> None:
