@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import triax
-from triax.base.errors import ConfigError
 from triax.checkpoint.auto import AutoSaver
 from triax.checkpoint.format.folder import tags
-from triax.compat.deepspeed.from_config import read_config
 from triax.testing.pool import RankFailure
 
 from support.checkpoint_jobs import Cell, Job, losses, make, tensors
@@ -214,29 +212,6 @@ def test_what_is_damaged_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptur
     shutil.rmtree(tmp_path / "global_step1")
     fresh = make(Cell(), Job(optimizer="SGD"), checkpoint={"dir": str(tmp_path), "resume": "auto"})
     assert fresh.global_steps == 0 and fresh.resumed == (None, None) and "starts from the beginning" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("section", "words"),
-    [
-        ({"every": 3}, "every needs a folder: give dir too"),
-        ({"dir": "x", "keep": 2}, "keep is for automatic checkpoints: give every too"),
-        ({"dir": "x", "resume": "always"}, "checkpoint.resume = 'always'"),
-        ({"asynch": True}, "there is no 'asynch'; did you mean 'async'?"),
-        ({"use_node_local_storage": True}, "ranks read files of other ranks"),
-        ({"tag_validation": "maybe"}, "checkpoint.tag_validation"),
-    ],
-)
-def test_mistakes_in_the_checkpoint_section_are_refused(section: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        read_config({"train_batch_size": 2, "checkpoint": section})
-    assert words in str(error.value)
-
-
-def test_async_and_a_disk() -> None:
-    zero = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
-    with pytest.raises(ConfigError, match="offload to nvme keeps it on disk"):
-        read_config({"train_batch_size": 2, "checkpoint": {"async": True}, "zero_optimization": zero})
 
 
 # ---------------------------------------------------------------------------------------------------- any module

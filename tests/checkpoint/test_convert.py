@@ -28,8 +28,10 @@ from triax.models.recurrent.sizes import DeltaNetSizes
 
 from support.checkpoint_jobs import command
 from support.paths import DOCS
+from support.rank_checks import float64_by_default
 from support.readme_blocks import blocks, commands, programs
 from support.toys import error_text
+from support.training import small_config
 
 STEPS, AFTER, RATE = 3, 3, 0.01
 
@@ -64,11 +66,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: 
 
 
 def go_on(model: nn.Module, folder: Path, first: int, last: int, **section: Any) -> Any:
-    config = {
-        "train_batch_size": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": RATE}},
-        **section,
-    }
+    config = small_config("AdamW", lr=RATE, batch=8, **section)
     engine = triax.initialize(model=model, config=config)[0]
     engine.load_checkpoint(folder)
     for step in range(first, last):
@@ -235,6 +233,7 @@ def test_a_checkpoint_that_fsdp_wrote_on_two_ranks(ranks: Any, tmp_path: Path) -
     assert_same(engine.gather(), {f"layers.{name}": weight for name, weight in wanted.items()})
 
 
+@float64_by_default()
 def test_a_checkpoint_of_a_ddp_loop_continues_as_the_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,38 +241,32 @@ def test_a_checkpoint_of_a_ddp_loop_continues_as_the_page_shows(
     page = (DOCS / "moving-from" / "ddp.md").read_text()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "old_script", SimpleNamespace(build=lambda: Net().double()))
-    torch.set_default_dtype(torch.float64)
-    try:
-        rate = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (step + 1))
-        model = Net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-        schedule = rate(optimizer)
-        train(model, optimizer, 0, STEPS, schedule)
-        parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": schedule}
-        torch.save({name: part.state_dict() for name, part in parts.items()}, "ddp.pt")
-        train(model, optimizer, STEPS, STEPS + AFTER, schedule)
+    rate = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (step + 1))
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    schedule = rate(optimizer)
+    train(model, optimizer, 0, STEPS, schedule)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": schedule}
+    torch.save({name: part.state_dict() for name, part in parts.items()}, "ddp.pt")
+    train(model, optimizer, STEPS, STEPS + AFTER, schedule)
 
-        exec(programs(page)["to_dcp.py"], {})
-        (words,) = (shlex.split(text) for _, text in commands(page) if "checkpoint import" in text)
-        other = Net()
-        other.again.weight = nn.Parameter(other.first.weight + 1.0)
-        weights = {"model": other.state_dict()}
-        dcp.save(weights, checkpoint_id="untied")
-        assert command(*words[2:])[0] == command("import", "untied", "runs/untied", *words[5:])[0] == 0
-        engine: Any = triax.Engine(
-            Net(), optimizer=partial(torch.optim.AdamW, lr=RATE), lr_scheduler=rate, batch=8, zero=2
-        )
-        (resume,) = (block.text for block in blocks(page) if "lr_scheduler.load_state_dict" in block.text)
-        differ = "again.weight and first.weight have different values, but are one parameter of the model"
-        load = partial(engine.load_checkpoint, "runs/untied", load_optimizer_states=False)
-        assert differ in error_text(load, CheckpointError)
-        exec(resume, {"engine": engine, "torch": torch})
-        for step in range(STEPS, STEPS + AFTER):
-            engine.backward(engine(batch(step)).square().mean())
-            engine.step()
-        assert_same(dict(engine.module.state_dict()), dict(model.state_dict()), 1e-10)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    exec(programs(page)["to_dcp.py"], {})
+    (words,) = (shlex.split(text) for _, text in commands(page) if "checkpoint import" in text)
+    other = Net()
+    other.again.weight = nn.Parameter(other.first.weight + 1.0)
+    weights = {"model": other.state_dict()}
+    dcp.save(weights, checkpoint_id="untied")
+    assert command(*words[2:])[0] == command("import", "untied", "runs/untied", *words[5:])[0] == 0
+    engine: Any = triax.Engine(Net(), optimizer=partial(torch.optim.AdamW, lr=RATE), lr_scheduler=rate, batch=8, zero=2)
+    (resume,) = (block.text for block in blocks(page) if "lr_scheduler.load_state_dict" in block.text)
+    differ = "again.weight and first.weight have different values, but are one parameter of the model"
+    load = partial(engine.load_checkpoint, "runs/untied", load_optimizer_states=False)
+    assert differ in error_text(load, CheckpointError)
+    exec(resume, {"engine": engine, "torch": torch})
+    for step in range(STEPS, STEPS + AFTER):
+        engine.backward(engine(batch(step)).square().mean())
+        engine.step()
+    assert_same(dict(engine.module.state_dict()), dict(model.state_dict()), 1e-10)
 
 
 # -------------------------------------------------------------------------------------------------- Hugging Face
@@ -305,13 +298,7 @@ def trained_and_saved(folder: str, case: str, sizes: tuple[int, int, int], half:
     config, grid = MODELS[case], triax.Grid(*sizes)
     layers = gpt_layers(config) if isinstance(config, GPTConfig) else llama_layers(config)
     model = triax.PipelineModule(layers, grid=grid, loss_fn=GPTLoss(grid, vocab_size=config.vocab_size), seed=3)
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": RATE}},
-        "zero_optimization": {"stage": 1},
-        "bf16": {"enabled": half},
-    }
+    settings = small_config("AdamW", lr=RATE, micro=2, accumulation=2, stage=1, bf16={"enabled": half})
     engine = triax.initialize(model=model, config=settings)[0]
     ids = torch.arange(2 * 9).view(2, 9)
     engine.train_batch(iter(lambda: (ids[:, :-1], ids[:, 1:]), None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import torch
 from torch import nn
 
 import triax
+
+from support.rank_checks import triax_warnings
 
 WIDTH = 4
 KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {  # dtype of the model, options of its precision
@@ -74,14 +75,8 @@ def messages_of(folder: str, dtype: torch.dtype, loads: bool) -> list[str]:
     if not loads:
         engine.save_checkpoint(folder)
         return []
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("triax").addHandler(handler)
-    try:
+    with triax_warnings() as found:
         engine.load_checkpoint(folder)
-    finally:
-        logging.getLogger("triax").removeHandler(handler)
     return found
 
 

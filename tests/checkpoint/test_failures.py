@@ -13,30 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import triax
-from triax.checkpoint.format.folder import tags, verify
+from triax.checkpoint.format.folder import tags
 from triax.checkpoint.format.index import read_index
 
 from support.failing_disk import disturbed
-
-
-def engine(**section: Any) -> Any:
-    torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
-        "zero_optimization": {"stage": 1},
-        "checkpoint": section,
-    }
-    return triax.initialize(model=nn.Linear(4, 4), config=config)[0]
-
-
-def train(trained: Any) -> None:
-    trained.backward(trained(torch.ones(2, 4)).square().mean())
-    trained.step()
+from support.small_checkpoints import problems, small_engine, small_steps
 
 
 def whole(folder: Path) -> dict[str, Any]:
@@ -44,9 +27,8 @@ def whole(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in sorted(folder.iterdir()):
         if path.is_dir():
-            index = read_index(path)
-            assert not [*verify(path, index)], path
-            found[path.name] = index.head["client_state"]
+            assert not problems(path), path
+            found[path.name] = read_index(path).head["client_state"]
         elif path.name not in (".lock", ".saved.json"):
             found[path.name] = path.read_text()
     return found
@@ -54,8 +36,8 @@ def whole(folder: Path) -> dict[str, Any]:
 
 def full(folder: str, victim: int, replaces: bool) -> int:
     """Make the disk full at one call after the other, on one rank."""
-    place, trained = Path(folder), engine()
-    train(trained)
+    place, trained = Path(folder), small_engine(stage=1)
+    small_steps(trained)
     world, first = trained.grid.world, trained.grid.rank == 0
     assert trained.save_checkpoint(place, "good", {"save": "good"})
 
@@ -74,7 +56,7 @@ def full(folder: str, victim: int, replaces: bool) -> int:
             assert after == {"good": {"save": "good"}, "new": {"save": number}, "latest": "new"}, (number, calls[-1:])
         else:
             assert after == before, (number, calls[-1:])
-        train(trained)  # the run goes on
+        small_steps(trained)  # the run goes on
         reached = world.all_gather_json(len(calls) > number)[victim]
         if not reached:
             assert done
@@ -94,10 +76,10 @@ def test_a_disk_that_is_full_at_any_call(ranks: Any, tmp_path: Path, victim: int
 @pytest.mark.parametrize("replaces", [False, True], ids=["new", "replaced"])
 def test_a_kill_at_any_call(tmp_path: Path, replaces: bool) -> None:
     """A fork of the run dies at one call after the other: the checkpoint of before is the last one, or the new one."""
-    trained, other = engine(), engine()
-    train(trained)
-    first = engine()
-    train(first)
+    trained, other = small_engine(stage=1), small_engine(stage=1)
+    small_steps(trained)
+    first = small_engine(stage=1)
+    small_steps(first)
     assert first.save_checkpoint(tmp_path, "good", {"save": -1})
     del first  # so that the folder is free for the forks
     gc.collect()
@@ -137,8 +119,8 @@ def test_a_kill_at_any_call(tmp_path: Path, replaces: bool) -> None:
 
 
 def read_only(folder: str) -> tuple[bool, str, float]:
-    trained = engine(**{"async": True})
-    train(trained)
+    trained = small_engine(stage=1, **{"async": True})
+    small_steps(trained)
     effective = os.geteuid()
     if effective == 0:
         os.seteuid(65534)  # nothing is read-only for root
@@ -147,7 +129,7 @@ def read_only(folder: str) -> tuple[bool, str, float]:
         said = trained.wait_for_checkpoint()
     finally:
         os.seteuid(effective)
-    train(trained)
+    small_steps(trained)
     return done, said, trained.global_steps
 
 
@@ -166,7 +148,7 @@ def test_a_source_tree_that_is_not_installed_saves(tmp_path: Path, monkeypatch: 
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(Distribution, "from_name", not_installed)
-    trained = engine()
-    train(trained)
+    trained = small_engine(stage=1)
+    small_steps(trained)
     assert trained.save_checkpoint(tmp_path)
     assert read_index(tmp_path / "global_step1").head["versions"]["triax"] == triax.__version__

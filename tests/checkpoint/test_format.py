@@ -41,9 +41,9 @@ from triax.models.gpt import gpt_layers
 from triax.zero.state_shards import state_number as number_of
 
 from support.checkpoint_jobs import SIZES, Cell, Job, command, make
-from support.paths import DOCS
-from support.readme_blocks import blocks
+from support.readme_blocks import block_of, steps_of_program
 from support.small_checkpoints import linear
+from support.training import small_config
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
@@ -110,9 +110,8 @@ def test_values_come_back_as_they_were() -> None:
 
 def test_it_opens_with_safetensors_and_json_alone(saved: Path, tmp_path: Path) -> None:
     """The ten lines of docs/checkpoints.md, in a Python that does not know triax."""
-    text = (DOCS / "checkpoints.md").read_text()
-    code = text.split("```python\n# open.py\n")[1].split("```")[0]
-    assert len(code.strip().splitlines()) <= 10
+    code = block_of("checkpoints.md", "# open.py")
+    assert len(code.strip().splitlines()) <= 11  # with the name
     shutil.copytree(saved / "there", tmp_path / "runs/first/global_step8")
     end = "\ntorch.save(whole, 'whole.pt')\nimport sys\nassert 'triax' not in sys.modules\n"
     subprocess.run([sys.executable, "-c", code + end], cwd=tmp_path, check=True, timeout=60)
@@ -237,11 +236,7 @@ def test_every_schedule_goes_on(kind: str, tmp_path: Path) -> None:
         "ReduceLROnPlateau": {"patience": 0},
         "ChainedScheduler": {"schedulers": [{"type": "StepLR", "params": {"step_size": 2}}, {"type": "ConstantLR"}]},
     }
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
-        "scheduler": {"type": kind, "params": params.get(kind, {})},
-    }
+    config = small_config("Adam", lr=0.01, micro=2, scheduler={"type": kind, "params": params.get(kind, {})})
 
     def engine(seed: int) -> Any:
         torch.manual_seed(seed)
@@ -340,20 +335,11 @@ def test_checkpoint_commands_show_and_compare_checkpoints(saved: Path, tmp_path:
     assert "has no index.json" in command("show", tmp_path / "nothing")[1]
 
 
-def run_docs(source: str, folder: str) -> int:
-    os.chdir(folder)
-    space: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(source, "docs/checkpoints.md", "exec"), space)
-    return int(space["engine"].global_steps)
-
-
 def test_the_program_of_the_docs_runs_again(ranks: Any, tmp_path: Path) -> None:
-    text = (DOCS / "checkpoints.md").read_text()
-    source = text.split("```python\n# save.py\n")[1].split("```")[0]
-    assert ranks(2, run_docs, source, str(tmp_path)) == [4] * 2
-    assert ranks(1, run_docs, source, str(tmp_path)) == [4 + 4]
-    (tree,) = (block.text for block in blocks(text) if block.text.startswith("runs/first\n"))
-    shown = [line.strip("│├└─ ").split()[0] for line in tree.splitlines()]
+    source = block_of("checkpoints.md", "# save.py")
+    assert ranks(2, steps_of_program, source, str(tmp_path), "engine") == [4] * 2
+    assert ranks(1, steps_of_program, source, str(tmp_path), "engine") == [4 + 4]
+    shown = [line.strip("│├└─ ").split()[0] for line in block_of("checkpoints.md", "runs/first\n").splitlines()]
     assert Counter(shown[1:]) == Counter(path.name for path in (tmp_path / "runs/first").rglob("*"))
 
 
@@ -379,8 +365,7 @@ def with_an_iterator(source: str, folder: str, axes: dict[str, int]) -> dict[str
 
 def test_an_iterator_continues_at_the_right_batch(ranks: Any, tmp_path: Path) -> None:
     """Two steps on two stages and four on two replicas are six steps on one process."""
-    text = (DOCS / "checkpoints.md").read_text()
-    source = text.split("```python\n# iterator.py\n")[1].split("```")[0]
+    source = block_of("checkpoints.md", "# iterator.py")
     assert "global_steps < 6" in source
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()

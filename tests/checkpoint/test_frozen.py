@@ -61,7 +61,7 @@ def step_of(engine: Any, step: int) -> None:
 def three_runs(sizes: tuple[int, int, int], plain: bool, folder: Path) -> list[dict[str, Tensor]]:
     """Train all layers, then all but one (with momentum alone, whose state counts no steps), then all again."""
     grid, found = Grid(*sizes, timeout=60), []
-    for stage in range(4):
+    for stage in (0, 2, 3):
         for optimizer in OPTIMIZERS if stage in (0, 3) else OPTIMIZERS[:1]:
             path = folder / f"{stage}-{optimizer['type']}"
             for run, steps in enumerate(runs(optimizer["type"])):
@@ -108,7 +108,7 @@ def expected(optimizer: dict[str, Any]) -> list[Tensor]:
 def test_the_state_of_frozen_parameters_is_kept(ranks: Any, tmp_path: Path, sizes: Any, plain: bool) -> None:
     """It was dropped without a word, and gone for good when the run was saved again."""
     adam, momentum = (expected(optimizer) for optimizer in OPTIMIZERS)
-    wanted = [adam, momentum, adam, adam, adam, momentum]
+    wanted = [adam, momentum, adam, adam, momentum]
     for each in ranks(math.prod(sizes), three_runs, sizes, plain, tmp_path):
         for found, weights in zip(each, wanted, strict=True):
             same([found[name] for name in sorted(found)], sort_by_name(weights))

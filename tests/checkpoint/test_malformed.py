@@ -7,7 +7,6 @@ import json
 import logging
 import random
 import shutil
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from torch.utils.data import TensorDataset
 import triax
 from triax.base.errors import CorruptError
 from triax.checkpoint.format.index import read_index
+
+from support.small_checkpoints import write_index, write_index_text
 
 BAD: tuple[Any, ...] = (None, "x", -1, 10**30, float("nan"), True, [], {})
 GONE = object()
@@ -54,13 +55,6 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def rewrite(path: Path, content: Any) -> None:
-    """Write an index with any content, and the checksum that belongs to it."""
-    rest = {key: value for key, value in content.items() if key != "checksum"}
-    text = ("{" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in rest.items()) + ",\n").encode()
-    (path / "index.json").write_bytes(text + f'"checksum": "{zlib.crc32(text):08x}"\n}}\n'.encode())
-
-
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every place in a nest of dicts and lists."""
     if path:
@@ -89,7 +83,7 @@ def resume_all(saved: Path, cases: list[tuple[tuple[Any, ...], Any]], caplog: py
     other, passed = engine(), 0
     caplog.set_level(logging.WARNING)
     for path, value in cases:
-        rewrite(saved / "global_step2", changed(content, path, value))
+        write_index(saved / "global_step2", changed(content, path, value))
         caplog.clear()
         other.checkpointer.resume(saved)
         train(other)
@@ -98,7 +92,7 @@ def resume_all(saved: Path, cases: list[tuple[tuple[Any, ...], Any]], caplog: py
             passed += 1
             lines = [each for each in caplog.messages if "is not used" in each]
             assert len(lines) == 1 and "global_step2" in lines[0] and "\n" not in lines[0], (path, value, lines)
-    rewrite(saved / "global_step2", content)
+    write_index(saved / "global_step2", content)
     other.checkpointer.resume(saved)
     assert other.global_steps == 2 and other.client_state is None
     return passed
@@ -158,8 +152,7 @@ def test_an_index_may_be_anything(saved: Path) -> None:
         "",
     ):
         assert text != body
-        data = text.encode()
-        (path / "index.json").write_bytes(data + f'"checksum": "{zlib.crc32(data):08x}"\n}}\n'.encode())
+        write_index_text(path, text)
         with pytest.raises(CorruptError, match=r"index\.json"):
             read_index(path)
 
@@ -174,6 +167,6 @@ def test_boxes_that_overlap_do_not_hold_a_tensor(saved: Path) -> None:
     start = box["bytes"][0]
     half = {**box, "slices": [[0, 3], [0, 2]], "bytes": [start, start + 24], "key": "weights/0.weight[0:3, 0:2]"}
     entry["boxes"] = [half, half]
-    rewrite(path, content)
+    write_index(path, content)
     with pytest.raises(CorruptError, match="overlap"):
         read_index(path)

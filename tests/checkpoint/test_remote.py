@@ -18,7 +18,6 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-import triax
 from triax.base.errors import CheckpointError, ConfigError
 from triax.checkpoint.format import folder as folders
 from triax.checkpoint.format.index import read_index
@@ -28,6 +27,7 @@ from triax.checkpoint.writer import rank_name
 from triax.engine.snapshot.checkpointer import Checkpointer
 
 from support.checkpoint_jobs import Cell, Job, command, make
+from support.small_checkpoints import problems, small_engine, small_steps
 
 
 class Store(MemoryFileSystem):
@@ -90,24 +90,9 @@ def memory() -> Iterator[str]:
     MemoryFileSystem.store.clear()
 
 
-def small(**checkpoint: Any) -> Any:
-    """An engine of one small layer, whose checkpoints are quick to write."""
-    torch.manual_seed(0)
-    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "checkpoint": checkpoint}
-    return triax.initialize(model=torch.nn.Linear(3, 2), config=config)[0]
-
-
-def step(engine: Any) -> float:
-    loss = engine(torch.ones(2, 3)).square().sum()
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
-
-
 def tensors(folder: Any) -> dict[str, torch.Tensor]:
-    index = read_index(folder)
-    assert not [*folders.verify(folder, index)]
-    return {name: each.read_all() for name, each in Reader(folder, index).snapshot.tensors.items()}
+    assert not problems(folder)
+    return {name: each.read_all() for name, each in Reader(folder, read_index(folder)).snapshot.tensors.items()}
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -120,14 +105,14 @@ def test_a_run_saves_and_resumes_at_a_uri(memory: str, tmp_path: Path, capsys: A
     before = {*Path(tempfile.gettempdir()).glob("triax-checkpoint-*")}
     losses = {}
     for place in (str(tmp_path / "run"), memory):
-        section = {"dir": place, "every": 2, "keep": 2, "resume": "auto", "async": place == memory}
-        engine = small(**section)
+        section: dict[str, Any] = {"dir": place, "every": 2, "keep": 2, "resume": "auto", "async": place == memory}
+        engine = small_engine(**section)
         assert engine.resumed == (None, None)
-        losses[place] = [step(engine) for _ in range(7)]
+        losses[place] = [small_steps(engine) for _ in range(7)]
         assert engine.wait_for_checkpoint() is None
-        again = small(**section)
+        again = small_engine(**section)
         assert again.global_steps == 6 and again.resumed[0] == f"{place}/global_step6"
-        assert step(again) == losses[place][-1]
+        assert small_steps(again) == losses[place][-1]
         assert folders.tags(folder_at(place)) == ["global_step4", "global_step6"]
         del engine, again
     one, other = losses.values()
@@ -144,11 +129,11 @@ def test_a_run_saves_and_resumes_at_a_uri(memory: str, tmp_path: Path, capsys: A
 
 def test_a_tag_is_replaced_in_one_step(store: type[Store]) -> None:
     """Fail each call of a save that replaces a checkpoint: there is the old one or the new one, whole."""
-    engine = small()
-    step(engine)
+    engine = small_engine()
+    small_steps(engine)
     place = RemotePath("store://run")
     assert engine.save_checkpoint("store://run", "best")
-    step(engine)
+    small_steps(engine)
     kept, dirs = dict(store.store), list(store.pseudo_dirs)
     store.calls.clear()
     assert engine.save_checkpoint("store://run", "best")
@@ -164,7 +149,7 @@ def test_a_tag_is_replaced_in_one_step(store: type[Store]) -> None:
             store.fails, store.lost, store.cut = number, way == "lost", way == "cut"
             done = engine.save_checkpoint("store://run", "best")
             store.fails = None
-            assert not [*folders.verify(place / "best", read_index(place / "best"))]
+            assert not problems(place / "best")
             found = read_index(place / "best").head["step"]
             assert found == 2 or not done
             seen[found] = seen.get(found, 0) + 1
@@ -173,8 +158,8 @@ def test_a_tag_is_replaced_in_one_step(store: type[Store]) -> None:
 
 
 def test_failures_say_what_to_check(store: type[Store], caplog: Any) -> None:
-    engine = small()
-    step(engine)
+    engine = small_engine()
+    small_steps(engine)
     with caplog.at_level(logging.ERROR, "triax"):
         for error, text in (
             (PermissionError("Access Denied"), "because permission is denied (PermissionError: Access Denied). Give"),
@@ -209,7 +194,7 @@ def test_failures_say_what_to_check(store: type[Store], caplog: Any) -> None:
 
 
 def test_wrong_uris_are_refused(monkeypatch: Any, tmp_path: Path) -> None:
-    engine = small()
+    engine = small_engine()
     for place, text in (
         ("nowhere://bucket/run", "is not a folder that fsspec can open: ValueError: Protocol not known: nowhere"),
         ("s3:/bucket/run", "one slash after s3:, but a URI has two. Write s3://"),
@@ -221,7 +206,7 @@ def test_wrong_uris_are_refused(monkeypatch: Any, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, RuntimeError), match="is a URI, but this is written to a local folder"):
         engine.save_16bit_model("memory://run")
     assert folder_at("s3:bucket") == Path("s3:bucket") and folder_at(tmp_path) == tmp_path
-    engine = small()
+    engine = small_engine()
     assert engine.load_checkpoint("memory://none") == (None, None)
     with pytest.raises(RuntimeError, match=r"is not a checkpoint, because it has no index\.json"):
         engine.load_checkpoint("memory://none", "x")
@@ -232,8 +217,8 @@ def test_wrong_uris_are_refused(monkeypatch: Any, tmp_path: Path) -> None:
 
 def test_the_run_that_came_last_owns_the_folder(memory: str) -> None:
     """Two processes in one folder: the one before cannot save any more, and says who has it."""
-    engine = small(on_failure="stop")
-    step(engine)
+    engine = small_engine(on_failure="stop")
+    small_steps(engine)
     assert engine.save_checkpoint(memory)
     lock = folder_at(memory) / ".lock"
     owner = json.loads(lock.read_bytes())
@@ -241,7 +226,7 @@ def test_the_run_that_came_last_owns_the_folder(memory: str) -> None:
     with pytest.raises(CheckpointError, match="the run other on host far, process 1, has taken memory://run since"):
         engine.save_checkpoint(memory, "again")
     assert folders.tags(folder_at(memory)) == ["global_step1"]
-    small(dir=memory, every=1)  # a new run takes it
+    small_engine(dir=memory, every=1)  # a new run takes it
     assert json.loads(lock.read_bytes())["pid"] == owner["pid"]
 
 
@@ -310,8 +295,8 @@ def test_reads_are_of_the_blocks_that_are_used(store: type[Store], monkeypatch: 
 
 def test_without_room_in_the_temporary_folder_loading_says_so(memory: str, monkeypatch: Any) -> None:
     """A block that was written through the map of a sparse file ended the process by SIGBUS."""
-    engine = small()
-    step(engine)
+    engine = small_engine()
+    small_steps(engine)
     assert engine.save_checkpoint(memory, "a")
 
     def full(*arguments: Any) -> int:
@@ -319,13 +304,13 @@ def test_without_room_in_the_temporary_folder_loading_says_so(memory: str, monke
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(CheckpointError, match=r"temporary folder /.* \(No space left on device\): make room there"):
-        small().load_checkpoint(memory, "a")
+        small_engine().load_checkpoint(memory, "a")
 
 
 def test_without_room_in_the_temporary_folder_saving_says_so(memory: str, monkeypatch: Any) -> None:
     """It ended by an AttributeError before the ranks agreed on the failure."""
-    engine = small()
-    step(engine)
+    engine = small_engine()
+    small_steps(engine)
 
     def full(*arguments: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -339,8 +324,8 @@ def test_without_room_in_the_temporary_folder_saving_says_so(memory: str, monkey
 
 def test_a_save_removes_what_a_killed_one_left(memory: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    engine = small()
-    step(engine)
+    engine = small_engine()
+    small_steps(engine)
     if (process := os.fork()) == 0:
         monkeypatch.setattr(RemotePath, "upload", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         engine.save_checkpoint(memory, "a")

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 from typer.testing import CliRunner
 
-import triax
 from triax.base.errors import CheckpointError, ConfigError, CorruptError
 from triax.base.json_comments import read_json
 from triax.checkpoint.format import folder as folders
@@ -25,19 +21,12 @@ from triax.models.huggingface.config import read_config
 from triax.pipe.schedules.choose import read_schedule
 from triax.train.file import read_training_file
 
-
-def engine(seed: int = 0, **section: Any) -> Any:
-    torch.manual_seed(seed)
-    optimizer = {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "checkpoint": section}
-    return triax.initialize(model=nn.Linear(4, 4), config=config)[0]
+from support.small_checkpoints import small_engine, small_steps, write_index
 
 
 def saved(folder: Path, steps: int, seed: int = 0) -> Path:
-    trained = engine(seed, dir=str(folder), every=1)
-    for _ in range(steps):
-        trained.backward(trained(torch.ones(2, 4)).square().mean())
-        trained.step()
+    trained = small_engine(seed, dir=str(folder), every=1)
+    small_steps(trained, steps)
     return folder
 
 
@@ -53,7 +42,7 @@ def test_links_among_checkpoints_are_pruned_and_what_they_name_is_not(tmp_path: 
     (place / "global_step1").rename(tmp_path / "elsewhere")
     (place / "global_step1").symlink_to(tmp_path / "elsewhere")
     (place / "pinned").symlink_to("global_step2")
-    trained = engine(dir=str(place), resume="auto")
+    trained = small_engine(dir=str(place), resume="auto")
     trained.save_checkpoint(place, "global_step9")
     index = (place / "global_step2" / "index.json").read_bytes()
     assert said("checkpoint", "prune", place, "--keep", 2)[0] == 0
@@ -89,13 +78,14 @@ def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path: Path,
         if name != ".lock":
             code, text = said("checkpoint", "verify", copy if name == "latest" else copy / "global_step2")
             assert code != 0 and text.strip(), name
-            trained = engine(dir=str(copy), resume="auto")
+            trained = small_engine(dir=str(copy), resume="auto")
             assert trained.global_steps == (2 if name == "latest" else 1), name
         else:
-            trained = engine()
+            trained = small_engine()
             assert not trained.save_checkpoint(copy, "more")
+        tag = {"latest": None, ".lock": "none"}.get(name, "global_step2")
         with pytest.raises((CheckpointError, CorruptError, OSError, ValueError)):
-            engine().load_checkpoint(copy, None if name == "latest" else "global_step2" if name != ".lock" else "none")
+            small_engine().load_checkpoint(copy, tag)
     readers: dict[str, Callable[[Path], Any]] = {
         "run.yaml": lambda path: read_training_file(path, []),
         "schedule.json": read_schedule,
@@ -119,12 +109,9 @@ def test_names_in_files_cannot_drive_the_terminal(tmp_path: Path) -> None:
     place = saved(tmp_path / "runs", 1) / "global_step1"
     bad, shown = "\x1b]0;owned\x07\x1b[2J[red]", "\\x1b]0;owned\\x07\\x1b[2J[red]"
     content = json.loads((place / "index.json").read_text())
-    del content["checksum"]
     content["versions"] |= {bad: bad}
     content["identity"]["run"] = bad
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
-    text = ("{\n" + ",\n".join(lines) + ",\n").encode()
-    (place / "index.json").write_bytes(text + f'"checksum": "{zlib.crc32(text):08x}"\n}}\n'.encode())
+    write_index(place, content)
     for words in (("show",), ("verify",), ("diff", place)):
         code, output = said("checkpoint", words[0], place, *words[1:])
         assert "\x1b" not in output and "\x07" not in output, words
@@ -139,8 +126,8 @@ def test_an_exchanged_folder_is_not_taken_for_the_one_that_was_saved(
 ) -> None:
     """A run resumed with the weights of another one, in silence."""
     mine, other = saved(tmp_path / "mine", 4), saved(tmp_path / "other", 4, seed=1)
-    engine(seed=2).save_checkpoint(mine, "best")
-    engine(seed=3).save_checkpoint(mine, "first")
+    small_engine(seed=2).save_checkpoint(mine, "best")
+    small_engine(seed=3).save_checkpoint(mine, "first")
     exchanges = {
         "global_step2": (other / "global_step2", "step 2"),  # another run's
         "global_step3": (other / "global_step2", "step 2"),  # and of another step
@@ -151,25 +138,24 @@ def test_an_exchanged_folder_is_not_taken_for_the_one_that_was_saved(
         shutil.rmtree(mine / tag)
         shutil.copytree(source, mine / tag)
         with pytest.raises(CheckpointError, match=f"{tag} holds another checkpoint than .*{words} of the run"):
-            engine().load_checkpoint(mine, tag)
+            small_engine().load_checkpoint(mine, tag)
         code, output = said("checkpoint", "verify", mine / tag)
         assert code == 1 and "holds another checkpoint" in output
     shutil.rmtree(mine / "first")
-    resumed = engine(dir=str(mine), resume="auto")
+    resumed = small_engine(dir=str(mine), resume="auto")
     assert resumed.global_steps == 1 and "global_step4 is not used" in caplog.text
     # A folder whose list is missing, as in a copy of its checkpoints alone, or damaged, can be loaded.
     for content in (b"", b"[]", b'{"global_step1": 3}', b"[" * 10**5):
         (mine / ".saved.json").write_bytes(content)
-        assert engine().load_checkpoint(mine, "global_step1")[0] is not None
+        assert small_engine().load_checkpoint(mine, "global_step1")[0] is not None
     resumed.save_checkpoint(mine, "again")
     assert [*json.loads((mine / ".saved.json").read_text())] == ["again"]
     # A copy under a name of the user's own is loaded, and so is a step that two runs saved, under two names.
     shutil.copytree(other / "global_step2", mine / "copy")
-    assert engine().load_checkpoint(mine, "copy")[0] is not None
-    again = engine(dir=str(other), resume="auto")
+    assert small_engine().load_checkpoint(mine, "copy")[0] is not None
+    again = small_engine(dir=str(other), resume="auto")
     again.save_checkpoint(other, "best")
-    again.backward(again(torch.ones(2, 4)).square().mean())
-    again.step()
+    small_steps(again)
     again.save_checkpoint(other, "global_step5")
     shutil.rmtree(other / "best")
-    assert engine().load_checkpoint(other, "global_step4")[0] is not None
+    assert small_engine().load_checkpoint(other, "global_step4")[0] is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import shutil
 import signal
@@ -15,11 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 from typer.testing import CliRunner
 
-import triax
 from triax.base.errors import CheckpointError, CorruptError
 from triax.checkpoint.format import folder as folders
 from triax.checkpoint.format import lock as locks
@@ -27,48 +23,25 @@ from triax.checkpoint.format.index import Index, read_index
 from triax.cli.main import app
 from triax.testing.pool import RankFailure, slowdown
 
-
-def engine(seed: int = 0, **section: Any) -> Any:
-    torch.manual_seed(seed)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
-        "checkpoint": section,
-    }
-    return triax.initialize(model=nn.Linear(4, 4), config=config)[0]
-
-
-def train(trained: Any, steps: int = 1) -> None:
-    for _ in range(steps):
-        trained.backward(trained(torch.ones(2, 4)).square().mean())
-        trained.step()
-
-
-def problems(path: Path) -> list[str]:
-    return [*folders.verify(path, read_index(path))]
+from support.rank_checks import triax_warnings
+from support.small_checkpoints import problems, small_engine, small_steps
+from support.toys import error_text
 
 
 def second(folder: str) -> tuple[bool, str, str]:
     """A run that saves into a folder that another process has, and one that would save there automatically."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("triax").addHandler(handler)
-    trained = engine(1)
-    train(trained)
-    done, refused = trained.save_checkpoint(folder, "same"), ""
-    try:
-        engine(1, dir=folder, every=1)
-    except CheckpointError as error:
-        refused = str(error)
-    logging.getLogger("triax").removeHandler(handler)
+    with triax_warnings() as lines:
+        trained = small_engine(1)
+        small_steps(trained)
+        done = trained.save_checkpoint(folder, "same")
+        refused = error_text(lambda: small_engine(1, dir=folder, every=1), CheckpointError)
     return done, "\n".join(lines), refused
 
 
 def test_a_second_run_is_told_whose_folder_it_is(ranks: Any, tmp_path: Path) -> None:
     """A job that was submitted twice destroyed its own checkpoints, and save_checkpoint returned True in both."""
-    first = engine()
-    train(first)
+    first = small_engine()
+    small_steps(first)
     assert first.save_checkpoint(tmp_path, "same")
     (tmp_path / ".next.abc.part").mkdir()  # as if it were being written
     before = (tmp_path / "same/index.json").read_bytes()
@@ -81,15 +54,15 @@ def test_a_second_run_is_told_whose_folder_it_is(ranks: Any, tmp_path: Path) -> 
     del first
     gc.collect()
     ((done, lines, refused),) = ranks(1, second, str(tmp_path), timeout=60)
-    assert done and not lines and not refused and not (tmp_path / ".next.abc.part").exists()
+    assert done and not lines and refused == "no error" and not (tmp_path / ".next.abc.part").exists()
 
 
 @pytest.mark.parametrize("tag", ["same", "global_step{}"])
 def test_two_jobs_at_once(tmp_path: Path, tag: str) -> None:
     """Two such jobs left 81 states, of which 41 failed verify. Now at each moment all checkpoints are whole."""
-    runs = [engine(0), engine(1)]
+    runs = [small_engine(0), small_engine(1)]
     for trained in runs:
-        train(trained)  # here, because a fork has no threads for it
+        small_steps(trained)  # here, because a fork has no threads for it
     pids = []
     for trained in runs:
         pid = os.fork()
@@ -121,8 +94,8 @@ def test_two_jobs_at_once(tmp_path: Path, tag: str) -> None:
 def test_files_of_two_runs_do_not_make_a_checkpoint(tmp_path: Path) -> None:
     """Each file is as it was written, and the index has their checksums: verify passed what two runs had mixed."""
     for name, seed in (("a", 0), ("b", 1)):
-        trained = engine(seed)
-        train(trained)
+        trained = small_engine(seed)
+        small_steps(trained)
         assert trained.save_checkpoint(tmp_path / name, "t")
     ours, theirs = read_index(tmp_path / "a/t"), read_index(tmp_path / "b/t")
     shutil.copy(tmp_path / "b/t/rank-00000.safetensors", tmp_path / "a/t")
@@ -130,7 +103,7 @@ def test_files_of_two_runs_do_not_make_a_checkpoint(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path / "a/t")
     assert "rank-00000.safetensors was written in the save" in problem and "the files of two runs are mixed" in problem
     with pytest.raises(CheckpointError, match="two runs are mixed"):
-        engine().load_checkpoint(tmp_path / "a")
+        small_engine().load_checkpoint(tmp_path / "a")
 
 
 # ------------------------------------------------------------------------------------------------------- the lock
@@ -154,8 +127,8 @@ def test_the_lock_of_a_dead_process_is_taken_at_once(tmp_path: Path) -> None:
     try:
         for owner in ({"pid": 2**22 + 5}, {"pid": os.getppid(), "started": "1"}, {"pid": pid, "started": started}):
             lock_of(tmp_path / "runs", machine=machine, **owner)
-            trained, start = engine(), time.monotonic()
-            train(trained)
+            trained, start = small_engine(), time.monotonic()
+            small_steps(trained)
             assert trained.save_checkpoint(tmp_path / "runs") and time.monotonic() - start < 3 * slowdown()
             del trained
             gc.collect()
@@ -176,8 +149,8 @@ def test_a_lock_from_another_host_expires(
 
     thread = threading.Thread(target=beat)
     thread.start()
-    trained = engine()
-    train(trained)
+    trained = small_engine()
+    small_steps(trained)
     try:
         assert not trained.save_checkpoint(tmp_path)
     finally:
@@ -198,8 +171,8 @@ def test_a_lock_from_another_host_expires(
 def test_a_copy_of_a_folder_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy of a lock names a process that lives, and saves elsewhere."""
     monkeypatch.setattr(locks, "_PAUSE", 0.02)
-    trained = engine()
-    train(trained)
+    trained = small_engine()
+    small_steps(trained)
     parent = os.getppid()
     owner = {"machine": locks._process()["machine"], "pid": parent, "started": locks._started(parent)}
     lock_of(tmp_path / "runs", folder=tmp_path.stat().st_ino, **owner)
@@ -208,8 +181,8 @@ def test_a_copy_of_a_folder_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_run_that_was_held_up_does_not_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped run loses its lock, and comes back in the middle of a save."""
-    trained = engine()
-    train(trained)
+    trained = small_engine()
+    small_steps(trained)
     assert trained.save_checkpoint(tmp_path, "a")
     parent = os.getppid()
     begin = folders.begin
@@ -232,16 +205,16 @@ def test_a_clock_that_steps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     section: dict[str, Any] = {"dir": str(tmp_path), "every": 1, "keep": 2, "resume": "auto"}
     now = 2e9
     monkeypatch.setattr(time, "time", lambda: now)
-    trained = engine(**section)
-    train(trained, 3)
+    trained = small_engine(**section)
+    small_steps(trained, 3)
     now = 1e9
-    train(trained)
+    small_steps(trained)
     assert folders.tags(tmp_path) == ["global_step3", "global_step4"]
-    trained = engine(**section)
+    trained = small_engine(**section)
     assert trained.global_steps == 4
     now = 5e8
-    train(trained, 2)
-    assert folders.tags(tmp_path) == ["global_step5", "global_step6"] and engine(**section).global_steps == 6
+    small_steps(trained, 2)
+    assert folders.tags(tmp_path) == ["global_step5", "global_step6"] and small_engine(**section).global_steps == 6
     heads = [read_index(tmp_path / f"global_step{step}") for step in (5, 6)]
     assert heads[1].head["identity"]["parent"] == {
         "run": heads[0].head["identity"]["run"],
@@ -252,9 +225,9 @@ def test_a_clock_that_steps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_damaged_file_latest_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Two of 96 flipped bits silently loaded another checkpoint; ../x and absolute paths were followed."""
-    trained = engine()
+    trained = small_engine()
     for _ in range(3):
-        train(trained)
+        small_steps(trained)
         assert trained.save_checkpoint(tmp_path / "runs")
     shutil.copytree(tmp_path / "runs/global_step1", tmp_path / "outside")
     latest, loaded = tmp_path / "runs/latest", set()
@@ -289,8 +262,8 @@ def test_a_damaged_file_latest_is_refused(tmp_path: Path, caplog: pytest.LogCapt
 def killed_while_saving(folder: str, every: int | None) -> None:
     """A run that is killed in its first save, when its shard is written and the checkpoint has no name yet."""
     folders.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    trained = engine(1, dir=folder, every=every) if every else engine(1)
-    train(trained)
+    trained = small_engine(1, dir=folder, every=every) if every else small_engine(1)
+    small_steps(trained)
     trained.save_checkpoint(folder, "global_step1")
 
 
@@ -307,12 +280,12 @@ def test_what_a_killed_run_left_is_removed(ranks: Any, tmp_path: Path, way: str)
     assert left.startswith(".global_step1.") and left.endswith(".part") and any((tmp_path / left).iterdir())
     (tmp_path / ".best.gone").mkdir()
     if way == "start":
-        mine = engine(dir=str(tmp_path), every=1)
+        mine = small_engine(dir=str(tmp_path), every=1)
     elif way == "resume":
-        mine = engine(dir=str(tmp_path), resume="auto")
+        mine = small_engine(dir=str(tmp_path), resume="auto")
     elif way == "save":
-        mine = engine()
-        train(mine)
+        mine = small_engine()
+        small_steps(mine)
         assert mine.save_checkpoint(tmp_path, "other")
     else:
         assert CliRunner().invoke(app, ["checkpoint", "prune", str(tmp_path), "--keep", "1"]).exit_code == 0
@@ -321,12 +294,12 @@ def test_what_a_killed_run_left_is_removed(ranks: Any, tmp_path: Path, way: str)
         return
     # What a run that lives is writing stays: of this process, and of another host, whose heartbeat moves.
     (tmp_path / ".global_step2.abc.part").mkdir()
-    again = engine(dir=str(tmp_path), every=1, resume="auto")
+    again = small_engine(dir=str(tmp_path), every=1, resume="auto")
     lock = tmp_path / ".lock"
     there = json.loads(lock.read_text())
     del mine, again
     gc.collect()
     lock.write_text(json.dumps(there | {"machine": "far", "host": "far", "pid": 1}))
-    engine(dir=str(tmp_path), resume="auto")
+    small_engine(dir=str(tmp_path), resume="auto")
     CliRunner().invoke(app, ["checkpoint", "prune", str(tmp_path), "--keep", "1"])
     assert parts(tmp_path) == [".global_step2.abc.part"]

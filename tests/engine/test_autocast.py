@@ -21,6 +21,9 @@ from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
 from triax.models.gpt import GPTConfig, gpt_layers
 
+from support.toys import error_text
+from support.training import small_config
+
 VOCABULARY, LENGTH, WIDTH, LAYERS, HEADS, MICRO, COUNT = 48, 8, 32, 4, 4, 2, 4
 ROUNDING = 2.0**-8  # of bfloat16, between neighbours
 Gradients = dict[str, Tensor]
@@ -255,11 +258,7 @@ def traffic_on_rank(enabled: bool) -> float:
     """Bytes that the tensor axis carries in a step."""
     grid = Grid(tensor=2, timeout=60)
     module = model(grid, loss=triax.NextTokenLoss(grid, vocab_size=VOCABULARY))
-    config = {
-        "train_batch_size": MICRO,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "torch_autocast": {"enabled": enabled},
-    }
+    config = small_config(batch=MICRO, torch_autocast={"enabled": enabled})
     made, *_ = triax.initialize(model=module, config=config)
     made.train_batch(iter(batch()))
     return float(sum(entry["bytes"] for entry in made.traffic_report()["sent"]["tensor"].values()))
@@ -326,9 +325,7 @@ def test_amp_as_apex_has_it() -> None:
     ],
 )
 def test_what_cannot_act_is_refused(given: Any, words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        module_engine(**given)
-    assert words in str(error.value)
+    assert words in error_text(lambda: module_engine(**given), ConfigError)
 
 
 # ---------------------------------------------------------------------------------------------- any module
@@ -442,12 +439,7 @@ def test_a_list_with_convolutions_and_functions() -> None:
 
     def made(schedule: str) -> Gradients:
         module = PipelineModule([*layers[:3], _flat], grid=Grid(), loss_fn=_square)
-        config = {
-            "train_batch_size": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "torch_autocast": {"enabled": True},
-            "pipeline": {"schedule": schedule},
-        }
+        config = small_config(batch=2, schedule=schedule, torch_autocast={"enabled": True})
         found, *_ = triax.initialize(model=module, config=config)
         twin = copy.deepcopy(module)
         found.train_batch(_once(x, y))

@@ -6,7 +6,6 @@ The backend is aot_eager, which traces and differentiates graphs as inductor doe
 from __future__ import annotations
 
 import copy
-import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,8 @@ from triax.models.mixtral import MixtralConfig, mixtral_layers
 
 from support.module_training import CLIP, net
 from support.module_training import microbatch as module_microbatch
+from support.rank_checks import triax_warnings
+from support.training import small_config
 
 ON = {"enabled": True, "backend": "aot_eager"}
 VOCABULARY, LENGTH, SAMPLES, STEPS = 24, 8, 8, 2
@@ -93,14 +94,7 @@ def made(case: Case, compiled: Any = None, sizes: Any = None) -> triax.PipelineE
         layers = mixtral_layers(MixtralConfig(**common, **llama, num_experts=2), **options)
     loss = GPTLoss(grid, vocab_size=VOCABULARY)
     model = PipelineModule(layers, grid=grid, loss_fn=loss, seed=3, dtype=torch.float64)
-    config = {
-        "train_batch_size": SAMPLES,
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "seed": 5,
-        **({} if sizes else case),
-    }
+    config = small_config("AdamW", lr=1e-2, batch=SAMPLES, micro=2, clip=0.5, seed=5, **{} if sizes else case)
     return triax.initialize(model=model, config=config | ({} if compiled is None else {"compile": compiled}))[0]
 
 
@@ -241,21 +235,6 @@ def test_the_blocks_of_a_plain_module_are_compiled(ranks: Any, config: dict[str,
 # ------------------------------------------------------------------------------------------------ the key, and calls
 
 
-@pytest.mark.parametrize(
-    ("compiled", "complaint"),
-    [
-        ({"deepcompile": True}, "refused: triax has no DeepCompile"),
-        ({"enabled": True, "kwargs": {"backend": "eager"}}, "kwargs has backend, but torch.compile takes mode"),
-        ({"enabled": True, "backend": "aot_eager", "kwargs": {"mode": "default"}}, "are for the backend inductor"),
-        ({"enabled": True, "backend": 3}, "give a text in quotes"),
-        ("inductor", "compile"),
-    ],
-)
-def test_mistakes_in_the_compile_section_are_refused(compiled: Any, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        parse_config({"compile": compiled})
-
-
 def test_the_key_is_on_and_off() -> None:
     assert parse_config({"compile": True}).compile.enabled
     assert not parse_config({"compile": False}).compile.enabled
@@ -330,24 +309,15 @@ class Opaque(nn.Module):
 
 
 def reports() -> list[str]:
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("triax").addHandler(handler)
-    grid = Grid()
-    for schedule in ("1f1b", "zb-h1"):
-        model = PipelineModule([triax.LayerSpec(Opaque)] * 2, grid=grid, loss_fn=nn.functional.mse_loss)
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "pipeline": {"schedule": schedule},
-            "compile": ON,
-        }
-        engine = triax.initialize(model=model, config=config)[0]
-        x = torch.ones(2, 4)
-        for _ in range(2):
-            engine.train_batch(iter([(x, 2 * x)]))
-    logging.getLogger("triax").removeHandler(handler)
+    with triax_warnings() as found:
+        grid = Grid()
+        for schedule in ("1f1b", "zb-h1"):
+            model = PipelineModule([triax.LayerSpec(Opaque)] * 2, grid=grid, loss_fn=nn.functional.mse_loss)
+            config = small_config(micro=2, schedule=schedule, compile=ON)
+            engine = triax.initialize(model=model, config=config)[0]
+            x = torch.ones(2, 4)
+            for _ in range(2):
+                engine.train_batch(iter([(x, 2 * x)]))
     return found
 
 

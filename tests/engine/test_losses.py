@@ -17,11 +17,10 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 3,
-    "gradient_accumulation_steps": 4,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-}
+from support.toys import error_text, same
+from support.training import small_config, train_plain
+
+CONFIG: dict[str, Any] = small_config(micro=3, accumulation=4)
 
 
 def engine_of(grid: Grid | None = None, loss: Any = None) -> triax.PipelineEngine:
@@ -71,9 +70,7 @@ BAD_PAIRS = [
 
 
 def two_losses_refused(sizes: tuple[int, int, int]) -> str:
-    with pytest.raises(RuntimeError) as error:
-        engine_of(Grid(*sizes, timeout=60), loss=as_two).train_batch(signed())
-    return str(error.value)
+    return error_text(lambda: engine_of(Grid(*sizes, timeout=60), loss=as_two).train_batch(signed()), RuntimeError)
 
 
 def refused_backward() -> None:
@@ -149,20 +146,17 @@ def batches(steps: int = 3, micro: int = 4) -> list[list[tuple[Tensor, Tensor]]]
     return [[(pair[0], pair[1]) for pair in step] for step in x]
 
 
+def config(stage: int, replicas: int = 1) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return small_config("AdamW", 0.05, micro=3, accumulation=4 // replicas, zero=zero, clip=0.5)
+
+
 def with_loss(
     grid: Grid, stage: int, schedule: str, loss: Any, layers: list[Any] | None = None, **more: Any
 ) -> triax.PipelineEngine:
     layers = layers or [LayerSpec(nn.Linear, 6, 6) for _ in range(4)]
     module = PipelineModule(layers, grid=grid, loss_fn=loss, dtype=torch.float64)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": 4 // grid.data.size,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
-    return triax.initialize(model=module, config=config, schedule=schedule)[0]
+    return triax.initialize(model=module, config=config(stage, grid.data.size) | more, schedule=schedule)[0]
 
 
 def train_balanced(
@@ -191,25 +185,19 @@ def take(engine: triax.PipelineEngine, step: list[tuple[Tensor, Tensor]]) -> flo
 
 
 def plain_balanced(
-    loss_fn: nn.Module, layers: list[nn.Module], optimizer: torch.optim.Optimizer | None = None
+    loss_fn: nn.Module, layers: list[nn.Module], groups: list[dict[str, Any]] | None = None
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     model = nn.ModuleDict({"layers": nn.ModuleList(layers), "loss_fn": loss_fn})
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.05)
-    losses = []
-    for step in batches():
-        optimizer.zero_grad()
-        pairs = [loss_fn(nn.Sequential(*layers)(x), y) for x, y in step]
-        loss = sum(total for total, _ in pairs) / sum(weight for _, weight in pairs)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(loss.item())
-    named = dict(model.named_parameters())
-    return (
-        losses,
-        {n: p.grad for n, p in named.items() if p.grad is not None},
-        {n: p.detach() for n, p in named.items()},
-    )
+
+    def loss(outputs: list[Tensor], labels: list[Tensor]) -> Tensor:
+        pairs = [loss_fn(*pair) for pair in zip(outputs, labels, strict=True)]
+        return sum(total for total, _ in pairs) / sum(weight for _, weight in pairs)
+
+    whole = [[tuple(zip(*step, strict=True))] for step in batches()]
+    adamw, stack = functools.partial(torch.optim.AdamW, lr=0.05), nn.Sequential(*layers)
+    forward = functools.partial(map, stack)
+    steps = train_plain(model, adamw, whole, loss, 0.5, groups, forward)
+    return [step.loss for step in steps], steps[-1].gradients, steps[-1].weights
 
 
 def initial_layers() -> list[nn.Module]:
@@ -227,17 +215,13 @@ CASES = [
 ]
 
 
-def same_numbers(found: Any, wanted: Any) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
-
-
 @pytest.mark.parametrize(("sizes", "cases"), CASES, ids=str)
 def test_parameters_of_a_loss_are_trained(ranks: Any, tmp_path: Path, sizes: Any, cases: Any) -> None:
     """They were listed and never trained."""
     wanted = plain_balanced(balanced(), initial_layers())
     for rank in ranks(math.prod(sizes), train_balanced, sizes, cases, tmp_path):
         for found in rank:
-            same_numbers(found, wanted)
+            same(found, wanted)
 
 
 def late_and_shared() -> list[Any]:
@@ -253,13 +237,7 @@ def late_and_shared() -> list[Any]:
         given = [{"params": rest}, {"params": [log_sigma], "lr": 0.01}]
         engine = triax.initialize(
             model=module,
-            config={
-                "train_micro_batch_size_per_gpu": 3,
-                "gradient_accumulation_steps": 4,
-                "gradient_clipping": 0.5,
-                "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
-                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            },
+            config=config(stage),
             model_parameters=given,
             schedule=schedule,
         )[0]
@@ -281,11 +259,11 @@ def test_a_loss_may_be_assigned_and_share_a_weight_with_a_layer(ranks: Any) -> N
     loss_fn.centers = layers[0]
     listed = [*nn.ModuleList(layers).parameters()]
     groups: list[dict[str, Any]] = [{"params": listed}, {"params": [loss_fn.log_sigma], "lr": 0.01}]
-    wanted, _, weights = plain_balanced(loss_fn, layers, torch.optim.AdamW(groups, lr=0.05))
+    wanted, _, weights = plain_balanced(loss_fn, layers, groups)
     for rank in ranks(2, late_and_shared):
         for losses, found in rank:
-            same_numbers(losses, wanted)
-            same_numbers(found, weights)
+            same(losses, wanted)
+            same(found, weights)
 
 
 def test_parameters_that_a_plain_function_hides_are_named(caplog: pytest.LogCaptureFixture) -> None:

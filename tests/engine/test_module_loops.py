@@ -6,8 +6,6 @@ import copy
 import gc
 import os
 import re
-import runpy
-import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,88 +23,8 @@ from triax.grid.randomness.random import Dropout
 from support.module_jobs import loss_of, one, weights
 from support.module_training import MICRO, WIDTH, config, groups, microbatch, net
 from support.paths import DOCS
-
-GETTING_STARTED = """
-import argparse
-import json
-import sys
-import weakref
-
-import torch
-import triax.compat.deepspeed as deepspeed
-
-class SimpleModel(torch.nn.Module):
-    def __init__(self, hidden_dim):
-        super().__init__()
-        self.linear = torch.nn.Linear(hidden_dim, hidden_dim)
-        self.cross_entropy_loss = torch.nn.CrossEntropyLoss()
-
-    def forward(self, x, y):
-        return self.cross_entropy_loss(self.linear(x), y)
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--local_rank", type=int, default=-1)
-parser = deepspeed.add_config_arguments(parser)
-cmd_args = parser.parse_args()
-deepspeed.init_distributed()
-rank = torch.distributed.get_rank()
-
-torch.manual_seed(rank)
-net = SimpleModel(16)
-generator = torch.Generator().manual_seed(1)
-x = torch.randn(64, 16, generator=generator)
-dataset = torch.utils.data.TensorDataset(x, x.argmax(1))
-model_engine, optimizer, trainloader, _ = deepspeed.initialize(
-    args=cmd_args, model=net, model_parameters=net.parameters(), training_data=dataset
-)
-losses = []
-for epoch in range(12):
-    for step, (inputs, labels) in enumerate(trainloader):
-        inputs = inputs.to(model_engine.device)
-        if model_engine.fp16_enabled():
-            inputs = inputs.half()
-        loss = model_engine(inputs, labels.to(model_engine.device))
-        model_engine.backward(loss)
-        model_engine.step()
-    losses.append(loss.item())
-result = losses[0], losses[-1], model_engine.loss_scale(), model_engine.zero_optimization_stage()
-"""
-
-
-CONFIG = """{
-  // as the tutorials have it
-  "train_batch_size": 16,
-  "gradient_accumulation_steps": 2, /* of each rank */
-  "steps_per_print": 1000,
-  "optimizer": {"type": "Adam", "params": {"lr": 0.05, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
-  "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.05, "warmup_num_steps": 10}},
-  "gradient_clipping": 1.0,
-  "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
-  "zero_optimization": {
-    "stage": 2,
-    "contiguous_gradients": true,
-    "overlap_comm": true,
-    "reduce_scatter": true,
-    "allgather_bucket_size": 5e8,
-    "reduce_bucket_size": 5e8,
-    "offload_optimizer": {"device": "cpu", "pin_memory": false}
-  }
-}"""
-
-
-def run_script(path: str, settings: str) -> Any:
-    sys.argv = [path, "--deepspeed", "--deepspeed_config", settings]
-    return runpy.run_path(path, run_name="__main__")["result"]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_getting_started_loop_but_for_the_import(ranks: Any, size: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(GETTING_STARTED)
-    (tmp_path / "ds_config.json").write_text(CONFIG)
-    for first, last, scale, stage in ranks(
-        size, run_script, str(tmp_path / "train.py"), str(tmp_path / "ds_config.json")
-    ):
-        assert last < 0.5 * first and scale >= 2**12 and stage == 2
+from support.rank_checks import assert_every_rank_raises
+from support.readme_blocks import blocks, steps_of_program
 
 
 class Noted(nn.Module):
@@ -198,28 +116,33 @@ def test_the_wrong_call_says_which_is_right() -> None:
     late.backward(loss_of(late))
     with pytest.raises(RuntimeError, match="1 parameters were frozen when the optimizer was made"):
         late.step()
-    with pytest.raises(ConfigError, match=r"pass grid=triax\.compat\.megatron\.mpu\.grid_of_mpu"):
-        one(mpu=object())
-    with pytest.raises(ConfigError, match=r"make grid = triax.Grid\(tensor=2\)"):
-        one(config(tensor_parallel={"autotp_size": 2}))
-    with pytest.raises(ConfigError, match="interval 2 groups the layers of a PipelineModule"):
-        one(config(activation_checkpointing={"interval": 2}))
-    with pytest.raises(ConfigError, match="no repeated blocks that can be recomputed"):
-        one(config(activation_checkpointing={"enabled": True}), model=nn.Linear(WIDTH, WIDTH).double())
-    with pytest.raises(ConfigError, match="no layer of the model is a Blok; there are Block"):
-        one(config(activation_checkpointing={"enabled": True, "checkpointable_layers": ["Blok"]}))
-    with pytest.raises(TypeError, match=r"not an nn\.Module"):
-        one({}, model="a name")
 
 
-def staged() -> str:
-    with pytest.raises(ConfigError) as caught:
-        initialize(model=net(), config=config(), grid=Grid(pipe=2))
-    return str(caught.value)
+RECOMPUTE, ON = "activation_checkpointing", {"enabled": True}
 
 
-def test_a_grid_with_stages(ranks: Any) -> None:
-    assert all("list its layers in a PipelineModule" in said for said in ranks(2, staged))
+@pytest.mark.parametrize(
+    ("more", "others", "words"),
+    [
+        ({}, {"mpu": object()}, "pass grid=triax.compat.megatron.mpu.grid_of_mpu"),
+        ({"tensor_parallel": {"autotp_size": 2}}, {}, "make grid = triax.Grid(tensor=2)"),
+        ({RECOMPUTE: {"interval": 2}}, {}, "interval 2 groups the layers of a PipelineModule"),
+        ({RECOMPUTE: ON}, {"model": nn.Linear(2, 2)}, "no repeated blocks that can be recomputed"),
+        ({RECOMPUTE: ON | {"checkpointable_layers": ["Blok"]}}, {}, "no layer of the model is a Blok; there are Block"),
+        ({}, {"model": "a name"}, "not an nn.Module"),
+    ],
+)
+def test_a_plain_module_refuses_what_it_cannot_do(more: dict[str, Any], others: dict[str, Any], words: str) -> None:
+    with pytest.raises((ConfigError, TypeError), match=re.escape(words)):
+        one(config(**more), **others)
+
+
+def staged() -> None:
+    initialize(model=net(), config=config(), grid=Grid(pipe=2))
+
+
+def test_a_plain_module_has_no_stages(ranks: Any) -> None:
+    assert_every_rank_raises(ranks, 2, "list its layers in a PipelineModule", staged)
 
 
 def one_fails() -> str:
@@ -386,18 +309,11 @@ def test_weights_that_went_elsewhere_are_told_of(how: str) -> None:
         engine.step()
 
 
-def run_docs(source: str, folder: str) -> int:
-    os.chdir(folder)
-    space: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(source, "docs/engine.md", "exec"), space)
-    return int(space["actor"].global_steps)
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_programs_of_the_docs_run(ranks: Any, size: int, tmp_path: Path) -> None:
-    text = (DOCS / "engine.md").read_text()
-    source = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
-    assert ranks(size, run_docs, source, str(tmp_path)) == [2] * size
+    page = blocks((DOCS / "engine.md").read_text())
+    source = "\n".join(block.text for block in page if block.language == "python")
+    assert ranks(size, steps_of_program, source, str(tmp_path), "actor") == [2] * size
     assert torch.load(tmp_path / "model.pt")["linear.weight"].shape == (16, 16)
 
 

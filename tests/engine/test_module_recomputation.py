@@ -72,8 +72,6 @@ def count_saved(call: Any) -> tuple[Tensor, int]:
 
 
 Run = tuple[str, int, dict[str, Any]]  # what checkpoints by itself, stage, section
-
-
 Climbed = tuple[list[dict[str, Tensor]], list[int], list[int], int]
 
 
@@ -120,8 +118,6 @@ def walked(replicas: int) -> list[dict[str, Tensor]]:
 
 
 ON: dict[str, Any] = {"enabled": True}
-
-
 RECOMPUTED: list[Run] = [
     *(("", stage, ON) for stage in range(4)),
     ("", 3, {"partition_activations": True}),
@@ -129,8 +125,6 @@ RECOMPUTED: list[Run] = [
     ("", 2, {"granularity": "matmul"}),
     *((how, stage, ON) for how in ("inside", "around") for stage in (1, 3)),
 ]
-
-
 OFF: list[Run] = [("", 0, {}), ("", 0, {"enabled": False, "interval": 1, "cpu_checkpointing": True})]
 
 

@@ -13,6 +13,7 @@ from triax.base.errors import ConfigError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 
 from support import reference
+from support.rank_checks import float64_by_default
 
 SIZES = GPTConfig(37, 16, 16, 2, 4)
 SECTION = {"mode": "fixed", "block": 2, "num_local_blocks": 2, "attention": "unidirectional"}
@@ -50,17 +51,14 @@ def test_a_model_without_attention_is_refused() -> None:
         make(triax.Grid(), layers, sparse_attention={"mode": "dense"})
 
 
+@float64_by_default()
 def step(context: int, tensor: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        grid = triax.Grid(context=context, tensor=tensor)
-        engine = make(grid, sparse_attention=SECTION, sequence_parallel_size=context, gradient_accumulation_steps=2)
-        before = engine.gather()
-        ids = torch.randint(37, (2, 16), generator=torch.Generator().manual_seed(1))
-        engine.train_batch(iter([(row[None], row[None].roll(-1, 1)) for row in ids]))
-        return before, engine.gather("gradients")
-    finally:
-        torch.set_default_dtype(torch.float32)
+    grid = triax.Grid(context=context, tensor=tensor)
+    engine = make(grid, sparse_attention=SECTION, sequence_parallel_size=context, gradient_accumulation_steps=2)
+    before = engine.gather()
+    ids = torch.randint(37, (2, 16), generator=torch.Generator().manual_seed(1))
+    engine.train_batch(iter([(row[None], row[None].roll(-1, 1)) for row in ids]))
+    return before, engine.gather("gradients")
 
 
 def test_sparse_attention_is_the_dense_mask(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:

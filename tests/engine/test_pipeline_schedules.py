@@ -16,7 +16,8 @@ from triax.base.errors import ConfigError
 from triax.testing.pool import RankFailure
 
 from support.pipeline_jobs import BASE, WIDTH, engine, given, layers, microbatches
-from support.toys import mean_loss
+from support.toys import error_text, mean_loss
+from support.training import small_config
 
 
 class OwnList(PipelineModule):
@@ -106,9 +107,7 @@ def test_schedules_of_your_own_and_searched_for(ranks: Any, tmp_path: Path, name
     ],
 )
 def test_schedules_that_do_not_fit_the_engine_are_refused(pipeline: Any, words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        engine(Grid(), pipeline=pipeline)
-    assert words in str(error.value)
+    assert words in error_text(lambda: engine(Grid(), pipeline=pipeline), ConfigError)
 
 
 def test_chunks_follow_from_the_schedule_with_a_message(caplog: pytest.LogCaptureFixture) -> None:
@@ -133,20 +132,20 @@ def test_a_schedule_without_backward_passes_does_not_train() -> None:
 
 
 def test_schedules_given_to_initialize_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"schedule: there is no 'zbv'; did you mean 'zb-v'\?"):
-        given("zbv")
-    with pytest.raises(ConfigError, match=r"zb-v is .* 2; this run has pipe 1, microbatches 4, chunks 2"):
-        given(triax.make_schedule("zb-v", 2, 4))
     model, config = PipelineModule(layers(), loss_fn=mean_loss), {**BASE, "pipeline": {"schedule": "1f1b"}}
-    with pytest.raises(ConfigError, match=r"schedule is zb-v, but the configuration's pipeline\.schedule is 1f1b"):
-        triax.initialize(model=model, config=config, schedule="zb-v")
-    with pytest.raises(ConfigError, match="but a Linear runs as one stage"):
-        triax.initialize(model=nn.Linear(2, 2), config=BASE, schedule="zb-v")  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="schedule is a int"):
-        given(3)  # type: ignore[arg-type]
-    made = given(triax.make_schedule("1f1b", 1, 4))
-    with pytest.raises(ConfigError, match=r"1f1b is .* 1; this run has pipe 1, microbatches 8, chunks 1"):
-        made.set_train_batch_size(16)
+    two_ranks, made = triax.make_schedule("zb-v", 2, 4), given(triax.make_schedule("1f1b", 1, 4))
+    initialize: Any = triax.initialize
+    wrong: Any = 3
+    for call, words in (
+        (lambda: given("zbv"), r"schedule: there is no 'zbv'; did you mean 'zb-v'\?"),
+        (lambda: given(two_ranks), "zb-v is .* 2; this run has pipe 1, microbatches 4, chunks 2"),
+        (lambda: initialize(model=model, config=config, schedule="zb-v"), r"pipeline\.schedule is 1f1b"),
+        (lambda: initialize(model=nn.Linear(2, 2), config=BASE, schedule="zb-v"), "but a Linear runs as one stage"),
+        (lambda: given(wrong), "schedule is a int"),
+        (lambda: made.set_train_batch_size(16), "1f1b is .* 1; this run has pipe 1, microbatches 8, chunks 1"),
+    ):
+        with pytest.raises((ConfigError, TypeError), match=words):
+            call()
 
 
 def test_the_loop_of_a_plain_module_is_refused() -> None:
@@ -189,12 +188,7 @@ def behind_a_detach(pipe: int, schedule: str, chunks: int) -> dict[str, Tensor]:
     module = PipelineModule(layers, grid=grid, loss_fn=nn.MSELoss(), seed=3, chunks=chunks, dtype=torch.float64)
     engine, *_ = triax.initialize(
         model=module,
-        config={
-            "train_batch_size": 4,
-            "gradient_accumulation_steps": 4,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}},
-            "pipeline": {"schedule": schedule},
-        },
+        config=small_config("AdamW", batch=4, accumulation=4, schedule=schedule, params={"weight_decay": 0.5}),
     )
     x = torch.arange(16, dtype=torch.float64).view(4, 1, 4)
     for _ in range(2):
@@ -218,9 +212,7 @@ def partly_tied() -> str:
     listed = [linear, LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(nn.Linear, WIDTH, WIDTH), linear]
     model = PipelineModule(listed, grid=grid, loss_fn=mean_loss, dtype=torch.float64)
     some = [each.parameter for each in model.local_parameters() if grid.rank == 0 or each.tie is None]
-    with pytest.raises(ConfigError) as caught:
-        triax.initialize(model=model, model_parameters=some, config=BASE)
-    return str(caught.value)
+    return error_text(lambda: triax.initialize(model=model, model_parameters=some, config=BASE), ConfigError)
 
 
 def test_a_tied_weight_is_given_to_the_optimizer_on_all_stages(ranks: Any) -> None:

@@ -20,25 +20,22 @@ from triax.engine.optim.loss_scale import LossScaler
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.options.precision import LossScale
 
+from support.training import small_config, tiny_gpt
+
 VOCABULARY, LENGTH, SAMPLES = 50, 12, 16
 
 
 def engine(grid: Grid, stage: int, **config: Any) -> Any:
-    shape = GPTConfig(
-        vocab_size=VOCABULARY,
-        max_position_embeddings=LENGTH,
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-    )
-    model = PipelineModule(gpt_layers(shape), grid=grid, loss_fn=GPTLoss(grid, vocab_size=VOCABULARY))
-    base = {
-        "train_batch_size": SAMPLES,
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 5000},
-        "gradient_clipping": 1.0,
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": LENGTH,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
     }
+    model = tiny_gpt(grid, dtype=torch.float32, **sizes)
+    base = small_config(
+        "AdamW", lr=1e-2, batch=SAMPLES, micro=2, zero={"stage": stage, "reduce_bucket_size": 5000}, clip=1.0
+    )
     return triax.initialize(model=model, config={**base, **config})[0]
 
 
@@ -69,19 +66,16 @@ HALVES = {
     "bf16": ({"bf16": {"enabled": True}}, torch.bfloat16, 2**-8),
     "fp16": ({"fp16": {"enabled": True, "initial_scale_power": 8}}, torch.float16, 2**-11),
 }
-
-
 EXHAUSTIVE = pytest.mark.exhaustive
-
-
 PLACES = [((1, 1, 1), 0), ((2, 2, 1), 1), ((1, 2, 2), 2), ((1, 2, 1), 2), ((2, 2, 1), 3)]
-FIRST = [("fp16", (1, 2, 1))]  # on two ranks: 40 steps in fp16 take four ranks of two cores 14 s
+FIRST = [("fp16", (1, 2, 1))]
+STEPS = 20
 
 
 @cache
 def trained_in_fp32() -> Any:
     """Losses, gradients and norm of one process in fp32, the reference of each case."""
-    return trained((1, 1, 1), 0, {}, 40)
+    return trained((1, 1, 1), 0, {}, STEPS)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +92,7 @@ def test_half_precision_is_within_its_rounding_of_fp32(
     config, dtype, rounding = HALVES[kind]
     losses, gradients, norm, _, _ = trained_in_fp32()
     for found, half_gradients, half_norm, dtypes, masters in ranks(
-        grid[0] * grid[1] * grid[2], trained, grid, stage, config, 40, timeout=240
+        grid[0] * grid[1] * grid[2], trained, grid, stage, config, STEPS, timeout=240
     ):
         assert dtypes == {dtype} and masters == {torch.float32}
         assert found[0] == pytest.approx(losses[0], rel=4 * rounding)
@@ -107,15 +101,15 @@ def test_half_precision_is_within_its_rounding_of_fp32(
             assert half_gradients[name].dtype == torch.float32
             error = (half_gradients[name] - wanted).norm() / max(wanted.norm(), 1e-2 * norm)
             assert error < 30 * rounding, name
-        # It learns as fp32 does: half way down within 40 steps, and no further off than noise.
-        assert found[-1] < 0.75 * found[0]
+        # It learns as fp32 does: half way down, and no further off than noise.
+        assert found[-1] < 0.6 * found[0]
         assert sum(found[-5:]) / 5 == pytest.approx(sum(losses[-5:]) / 5, rel=0.1)
 
 
 def test_updates_too_small_for_bf16_are_not_lost() -> None:
     """Weights near 1 have steps of 2**-8 in bf16; a learning rate of 1e-4 moves only the masters, and they add up."""
     made = engine(Grid(), 0, bf16={"enabled": True}, optimizer={"type": "SGD", "params": {"lr": 1e-4}})
-    norm = made.module.layers["6"]
+    norm = made.module.layers["4"]
     assert isinstance(norm, torch.nn.LayerNorm)
     before = norm.weight.detach().clone()
     data = text(made.grid)
@@ -133,13 +127,7 @@ def two_hundred_steps(stage: int, config: dict[str, Any]) -> float:
         vocab_size=256, max_position_embeddings=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
     )
     model = PipelineModule(gpt_layers(shape), grid=grid, loss_fn=GPTLoss(grid, vocab_size=256))
-    base = {
-        "train_batch_size": 16,
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
-        "zero_optimization": {"stage": stage},
-        "gradient_clipping": 1.0,
-    }
+    base = small_config("AdamW", lr=3e-3, batch=16, micro=4, stage=stage, clip=1.0)
     made, *_ = triax.initialize(model=model, config={**base, **config})
     files = sorted(Path(argparse.__file__).parent.glob("*.py"))[:40]
     source = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)

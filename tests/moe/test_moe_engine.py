@@ -30,6 +30,8 @@ from triax.pipe.backward import SplitBackward, deferring
 from triax.pipe.spec import LayerSpec
 
 from support.moe_reference import reference
+from support.rank_checks import float64_by_default
+from support.training import small_config
 
 D, E, K, W, ROWS, T = 6, 4, 2, 4, 8, 4
 OPTIONS: dict[str, Any] = {"z_loss": 0.01, "balance_coefficient": 0.1, "bias_rate": 0.05}
@@ -138,49 +140,45 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, (torch.rand(ROWS, T, generator=generator, dtype=torch.float64) < 0.7).double()
 
 
+@float64_by_default()
 def train(
     case: dict[str, Any], options: dict[str, Any], folder: str = "", load: bool = False, steps: int = 2
 ) -> dict[str, Any]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        grid = Grid(**(PLAIN | {axis: case[axis] for axis in PLAIN if axis in case}))
-        schedule, accumulation = case.get("schedule", "1f1b"), case.get("accumulation", 2)
-        model = triax.PipelineModule(
-            layers(options, case.get("sequence_parallel", False)),
-            grid=grid,
-            loss_fn=Loss(grid),
-            seed=3,
-            chunks=2 if schedule == "zb-v" else 1,
-            activation_checkpoint_interval=case.get("recompute", 0),
+    grid = Grid(**(PLAIN | {axis: case[axis] for axis in PLAIN if axis in case}))
+    schedule, accumulation = case.get("schedule", "1f1b"), case.get("accumulation", 2)
+    model = triax.PipelineModule(
+        layers(options, case.get("sequence_parallel", False)),
+        grid=grid,
+        loss_fn=Loss(grid),
+        seed=3,
+        chunks=2 if schedule == "zb-v" else 1,
+        activation_checkpoint_interval=case.get("recompute", 0),
+    )
+    config = {
+        "train_batch_size": ROWS,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": case.get("stage", 0), "reduce_bucket_size": 40},
+        "pipeline": {"schedule": schedule},
+        "activation_checkpointing": {"granularity": case.get("granularity")},
+    }
+    engine, *_ = triax.initialize(model=model, config=config)
+    if load:
+        assert engine.load_checkpoint(folder)[0] is not None
+    found: dict[str, Any] = {"losses": [], "auxiliary": [], "loads": [], "gradients": []}
+    for step in range(steps):
+        x, labels = (
+            part.unflatten(0, (accumulation, grid.data.size, -1))[:, grid.data.rank] for part in batch(step + 2 * load)
         )
-        config = {
-            "train_batch_size": ROWS,
-            "gradient_accumulation_steps": accumulation,
-            "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-            "zero_optimization": {"stage": case.get("stage", 0), "reduce_bucket_size": 40},
-            "pipeline": {"schedule": schedule},
-            "activation_checkpointing": {"granularity": case.get("granularity")},
-        }
-        engine, *_ = triax.initialize(model=model, config=config)
-        if load:
-            assert engine.load_checkpoint(folder)[0] is not None
-        found: dict[str, Any] = {"losses": [], "auxiliary": [], "loads": [], "gradients": []}
-        for step in range(steps):
-            x, labels = (
-                part.unflatten(0, (accumulation, grid.data.size, -1))[:, grid.data.rank]
-                for part in batch(step + 2 * load)
-            )
-            found["losses"].append(float(engine.train_batch(iter(list(zip(x, labels, strict=True))))))
-            found["auxiliary"].append(engine.auxiliary_losses())
-            found["loads"].append(engine.expert_loads())
-            found["gradients"].append(engine.gather("gradients"))
-        if folder and not load:
-            engine.save_checkpoint(folder)
-        found["weights"] = engine.gather()
-        found["buffers"] = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        return found
-    finally:
-        torch.set_default_dtype(torch.float32)
+        found["losses"].append(float(engine.train_batch(iter(list(zip(x, labels, strict=True))))))
+        found["auxiliary"].append(engine.auxiliary_losses())
+        found["loads"].append(engine.expert_loads())
+        found["gradients"].append(engine.gather("gradients"))
+    if folder and not load:
+        engine.save_checkpoint(folder)
+    found["weights"] = engine.gather()
+    found["buffers"] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return found
 
 
 def run(cells: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -222,9 +220,8 @@ def test_every_grid_of_experts_trains_as_one_process(ranks: Any, alone: list[dic
 
 def test_auxiliary_losses_are_means_over_the_whole_batch(alone: list[dict[str, Any]]) -> None:
     options = KINDS[0]
-    torch.set_default_dtype(torch.float64)
-    model = triax.PipelineModule(layers(options), seed=3).eval()
-    torch.set_default_dtype(torch.float32)
+    with float64_by_default():
+        model = triax.PipelineModule(layers(options), seed=3).eval()
     total, values = torch.zeros(()), {}
 
     def add(layer: MoE, args: tuple[Tensor], _: Tensor) -> None:
@@ -312,30 +309,23 @@ def test_the_mlp_of_experts_is_two_products_and_can_be_deferred(kind: Activation
         torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=1e-12)
 
 
+@float64_by_default()
 def module_engine(data: int, expert: int, accumulation: int) -> dict[str, Any]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        grid = Grid(data=data, expert=expert)
-        torch.manual_seed(1)
-        block = Block({"balance": ("bias", "sequence")}, grid=grid)
-        model = nn.Sequential(nn.Linear(D, D), block)
-        engine, *_ = triax.initialize(
-            model=model,
-            grid=grid,
-            config={
-                "train_batch_size": ROWS,
-                "gradient_accumulation_steps": accumulation,
-                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            },
-        )
-        for step in range(2):
-            for x in batch(step)[0].unflatten(0, (accumulation, data, -1))[:, grid.data.rank]:
-                engine.backward(engine(x).square().mean())
-                engine.step()
-        found = {"auxiliary": engine.auxiliary_losses(), "loads": engine.expert_loads(), "weights": engine.gather()}
-        return found | {"bias": block.moe.router.correction_bias}
-    finally:
-        torch.set_default_dtype(torch.float32)
+    grid = Grid(data=data, expert=expert)
+    torch.manual_seed(1)
+    block = Block({"balance": ("bias", "sequence")}, grid=grid)
+    model = nn.Sequential(nn.Linear(D, D), block)
+    engine, *_ = triax.initialize(
+        model=model,
+        grid=grid,
+        config=small_config(batch=ROWS, accumulation=accumulation),
+    )
+    for step in range(2):
+        for x in batch(step)[0].unflatten(0, (accumulation, data, -1))[:, grid.data.rank]:
+            engine.backward(engine(x).square().mean())
+            engine.step()
+    found = {"auxiliary": engine.auxiliary_losses(), "loads": engine.expert_loads(), "weights": engine.gather()}
+    return found | {"bias": block.moe.router.correction_bias}
 
 
 def test_a_plain_module_has_the_same_losses_on_every_grid(ranks: Any) -> None:

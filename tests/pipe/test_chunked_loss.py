@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from triax.grid.comm.spans import OpenSpan
 from triax.pipe.chunked_loss import LastLayer, loss_in_chunks
 from triax.testing.pool import RankFailure
 
-from support.training import microbatches, text_batches, tiny_gpt
+from support.training import microbatches, pipeline_engine, text_batches, tiny_gpt
 
 VOCABULARY, SAMPLES, LENGTH, CHUNK = 37, 8, 8, 3
 Found = tuple[float, float, dict[str, Tensor]]
@@ -36,22 +35,12 @@ def weighted(labels: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(labels % 5 == 0, -100, labels), 0.5 + (labels % 3).double()
 
 
-def engine_of(
-    module: PipelineModule, size: int, microbatch: int, schedule: str = "1f1b", stage: Any = 0
-) -> triax.PipelineEngine:
-    """Return an engine with SGD for batches of some samples."""
-    sgd, batch = partial(torch.optim.SGD, lr=0.1), triax.Batch(size=size, microbatch=microbatch)
-    engine = triax.Engine(module, optimizer=sgd, batch=batch, schedule=schedule, zero=triax.Zero(stage=stage))
-    assert isinstance(engine, triax.PipelineEngine)
-    return engine
-
-
 def step(grid: Grid, loss_fn: Any, schedule: str, stage: Any, features: dict[str, Any], size: int) -> Found:
     """Return loss of an evaluation and of a step, and the gradients."""
     features = dict(features)
     pairs, recompute = features.pop("pairs", False), features.pop("recompute", 0)
     module = tiny_gpt(grid, loss_fn=loss_fn, activation_checkpoint_interval=recompute, **features)
-    engine = engine_of(module, SAMPLES, size, schedule, stage)
+    engine = pipeline_engine(module, triax.Batch(size=SAMPLES, microbatch=size), stage, schedule=schedule)
     batches = [
         (ids, *(weighted(labels) if pairs else (labels,)))
         for ids, labels in text_batches(VOCABULARY, SAMPLES, LENGTH, 1)
@@ -146,7 +135,7 @@ def own_losses(axes: dict[str, Any], schedule: str) -> list[tuple[Found, Any]]:
             LayerSpec(nn.Linear, 12, VOCABULARY),
         ]
         module = PipelineModule(layers, grid=grid, loss_fn=loss_fn, dtype=torch.float64, seed=3)
-        engine = engine_of(module, SAMPLES, 2, schedule)
+        engine = pipeline_engine(module, triax.Batch(size=SAMPLES, microbatch=2), schedule=schedule)
         data = text_batches(VOCABULARY, SAMPLES, LENGTH, 1)
         loss = engine.train_batch(microbatches(grid, data, 2)).item()
         metrics = engine.metrics
@@ -212,7 +201,7 @@ def test_no_product_of_the_head_is_computed_again(schedule: str) -> None:
     for tokens in (None, 5):
         grid = Grid()
         module = tiny_gpt(grid, loss_fn=NextTokenLoss(grid, VOCABULARY, chunk_tokens=tokens))
-        engine = engine_of(module, SAMPLES, 4, schedule)
+        engine = pipeline_engine(module, triax.Batch(size=SAMPLES, microbatch=4), schedule=schedule)
         with Products() as products:
             engine.train_batch(microbatches(grid, text_batches(VOCABULARY, SAMPLES, LENGTH, 1), 4))
         counts.append(products.count)
@@ -246,7 +235,7 @@ def test_a_layer_that_mixes_tokens_or_is_watched_gets_all_of_them() -> None:
 def train_with_a_mean() -> None:
     grid = Grid(pipe=2, timeout=30)
     mean = triax.chunked(lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()), tokens=4)
-    engine = engine_of(tiny_gpt(grid, loss_fn=mean), 2, 1)
+    engine = pipeline_engine(tiny_gpt(grid, loss_fn=mean), triax.Batch(size=2, microbatch=1))
     engine.train_batch(microbatches(grid, text_batches(VOCABULARY, 2, LENGTH, 1)))
 
 
@@ -281,7 +270,7 @@ def test_flops_of_chunks_are_those_of_whole_logits() -> None:
         grid = Grid()
         features: dict[str, Any] = {"final_logit_softcapping": 2.0, "tie_word_embeddings": False}
         module = tiny_gpt(grid, loss_fn=NextTokenLoss(grid, VOCABULARY, chunk_tokens=tokens), **features)
-        engine = engine_of(module, 4, 2)
+        engine = pipeline_engine(module, triax.Batch(size=4, microbatch=2))
         found: list[FlopCounter] = []
 
         def counting(span: OpenSpan, found: list[FlopCounter] = found) -> FlopCounter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from triax.pipe.program.layer_costs import LayerCost, LayerCosts
 from triax.pipe.program.schedule import Schedule
 from triax.pipe.program.simulate import simulate
 from triax.pipe.schedules.registry import RECIPES, named_schedule
+
+from support.toys import error_text
 
 
 def random_costs(seed: int, pipe: int = 4, layers: int | None = None) -> tuple[LayerCosts, random.Random]:
@@ -163,9 +166,7 @@ def test_json_is_read_as_it_was_written(tmp_path: Any) -> None:
     ],
 )
 def test_layer_costs_that_cannot_be_are_refused(data: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError) as error:
-        LayerCosts.from_json(data)
-    assert words in str(error.value)
+    assert words in error_text(lambda: LayerCosts.from_json(data))
 
 
 def test_a_cost_that_stands_twice_is_refused(tmp_path: Any) -> None:
@@ -183,9 +184,7 @@ def test_refusals_of_the_search() -> None:
         (("time", costs, 2, 4, "1f1b", None, [1.0]), "for 2 ranks"),
         (("time", LayerCosts(costs.layers, speeds=(1, 1, 1)), 2, 4), "3 speeds for 2 ranks"),
     ):
-        with pytest.raises(ValueError) as error:
-            find_cut(*arguments)
-        assert words in str(error.value)
+        assert words in error_text(partial(find_cut, *arguments))
 
 
 def test_a_table_of_cuts_has_what_the_simulator_says() -> None:

@@ -18,6 +18,15 @@ from triax.base.deferred import Deferred
 from triax.pipe.backward import SplitBackward, deferring
 
 from support.toys import summed_loss
+from support.training import (
+    SGD,
+    Step,
+    assert_steps_equal,
+    pipeline_engine,
+    small_config,
+    train,
+    train_plain,
+)
 
 WIDTH, MICROBATCHES = 6, 4
 Pair = tuple[Any, Tensor]
@@ -228,49 +237,30 @@ def module(name: str, grid: Grid, **kwargs: Any) -> PipelineModule:
     return PipelineModule(MODELS[name](), grid=grid, **options)
 
 
-def pipelined(name: str, pipe: int, schedule: str, ragged: bool, stage: int, **kwargs: Any) -> Any:
-    grid = Grid(pipe=pipe, timeout=60)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": MICROBATCHES,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "pipeline": {"schedule": schedule},
-        "zero_optimization": {"stage": stage},
-    }
-    engine, *_ = triax.initialize(model=module(name, grid, **kwargs), config=config)
-    pairs, found = iter(data(ragged)), []
-    for _ in range(2):
-        loss = engine.train_batch(pairs).item()
-        found.append((loss, engine.gather("gradients"), engine.get_global_grad_norm()))
-    return found, engine.gather(), engine.executor.last_run.peak
+def pipelined(name: str, pipe: int, schedule: str, ragged: bool, stage: int, **kwargs: Any) -> tuple[list[Step], int]:
+    """Return the steps, and the most activations that this rank held."""
+    batch = triax.Batch(microbatch=1, microbatches=MICROBATCHES)
+    engine = pipeline_engine(module(name, Grid(pipe=pipe, timeout=60), **kwargs), batch, stage, schedule=schedule)
+    return train(engine, iter(data(ragged)), 2), engine.executor.last_run.peak
 
 
-def plain(name: str, ragged: bool) -> Any:
+def plain(name: str, ragged: bool) -> list[Step]:
     """Train the same model as a chain of calls, with autograd and SGD of torch."""
-    model, pairs, found = module(name, Grid()), data(ragged), []
+    model, pairs = module(name, Grid()), data(ragged)
     named = {p.layout.name: p.parameter for p in model.local_parameters()}
-    trained = {n: p for n, p in named.items() if p.requires_grad}
-    optimizer = torch.optim.SGD(trained.values(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        terms = [summed_loss(model(x.clone()), y) for x, y in pairs[step * MICROBATCHES : (step + 1) * MICROBATCHES]]
-        loss = torch.stack([t for t, _ in terms]).sum() / sum(w for _, w in terms)
-        loss.backward()
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
-        norm = torch.stack([g.norm() for g in gradients.values()]).norm()
-        optimizer.step()
-        found.append((loss.item(), gradients, norm.item()))
-    return found, {n: p.detach() for n, p in named.items()}
+
+    def loss(outputs: list[Tensor], labels: list[Tensor]) -> Tensor:
+        terms = [summed_loss(*pair) for pair in zip(outputs, labels, strict=True)]
+        return torch.stack([total for total, _ in terms]).sum() / sum(weight for _, weight in terms)
+
+    steps = [pairs[:MICROBATCHES], pairs[MICROBATCHES:]]
+    batches = [[([x for x, _ in step], [y for _, y in step])] for step in steps]
+    return train_plain(model, SGD, batches, loss, forward=lambda xs: [model(x.clone()) for x in xs], named=named)
 
 
-def assert_same(results: list[Any], wanted: Any) -> None:
-    wanted_steps, wanted_weights = wanted
-    for steps, weights, _ in results:
-        for (loss, gradients, norm), (want_loss, want_gradients, want_norm) in zip(steps, wanted_steps, strict=True):
-            assert loss == pytest.approx(want_loss, rel=1e-10, abs=0)
-            assert norm == pytest.approx(want_norm, rel=1e-10, abs=0)
-            torch.testing.assert_close(gradients, want_gradients, rtol=1e-10, atol=1e-13)
-        torch.testing.assert_close(weights, wanted_weights, rtol=1e-10, atol=1e-13)
+def assert_same(results: list[Any], wanted: list[Step]) -> None:
+    for steps, _ in results:
+        assert_steps_equal(steps, wanted, atol=1e-13)
 
 
 def each(schedules: list[str], always: str, some: dict[str, list[str]]) -> list[Any]:
@@ -352,7 +342,7 @@ def test_activations_held_are_those_of_the_schedule(ranks: Any) -> None:
     for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)):
         wanted = simulate(make_schedule(schedule, 2, MICROBATCHES, chunks)).peak_activations
         found = ranks(2, pipelined, "plain", 2, schedule, False, 0, chunks=chunks)
-        assert [r[2] / chunks for r in found] == list(wanted), schedule
+        assert [peak / chunks for _, peak in found] == list(wanted), schedule
 
 
 class Changing(nn.Module):
@@ -386,11 +376,7 @@ def failing(kind: str) -> str:
         loss_fn=lambda outputs, labels: outputs.square().mean(),
         partition="uniform",
     )
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": MICROBATCHES,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
+    config = small_config(micro=1, accumulation=MICROBATCHES)
     engine, *_ = triax.initialize(model=model, config=config)
     with pytest.raises(RuntimeError) as error:
         engine.train_batch((x.float(), y.float()) for x, y in data(kind == "raise"))

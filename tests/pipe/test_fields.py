@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -14,53 +13,45 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import triax
-from triax import Grid, LayerSpec, PipelineEngine, TiedLayerSpec
+from triax import Grid, LayerSpec, TiedLayerSpec
 from triax.base.errors import AgreedError
-from triax.testing.pool import RankFailure
 
-from support.training import microbatches, text_batches, tiny_gpt
+from support.rank_checks import assert_every_rank_raises
+from support.training import (
+    SGD,
+    Step,
+    assert_steps_equal,
+    microbatches,
+    pipeline_engine,
+    text_batches,
+    tiny_gpt,
+    train,
+    train_plain,
+)
 
 VOCABULARY, SAMPLES, LENGTH, STEPS = 37, 8, 8, 2
-SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     return text_batches(VOCABULARY, SAMPLES, LENGTH, STEPS)
 
 
-def plain() -> list[tuple[float, dict[str, Tensor]]]:
-    """Return loss and gradients of each step by plain autograd over the whole batch, with SGD."""
-    module = tiny_gpt(Grid())
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    found = []
-    for ids, labels in batches():
-        loss = F.cross_entropy(module.run_stage(0, ids).flatten(0, 1), labels.flatten())
-        gradients = torch.autograd.grad(loss, list(names))
-        with torch.no_grad():
-            for parameter, gradient in zip(names, gradients, strict=True):
-                parameter.sub_(0.1 * gradient)
-        found.append((loss.item(), dict(zip(names.values(), gradients, strict=True))))
-    return found
+def plain() -> list[Step]:
+    """Train in one process over the whole batch of each step."""
+    return train_plain(tiny_gpt(Grid()), SGD, [[batch] for batch in batches()], mean_of_tokens)
 
 
-def first_only(grid: Grid, module: triax.PipelineModule, data: Iterator[Any]) -> Iterator[Any] | None:
-    """Return the data on the ranks of the first stage, and None on the others."""
-    return data if module.is_first else None
+def mean_of_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def trained(axes: dict[str, Any], schedule: str, stage: Any) -> list[tuple[float, float, dict[str, Tensor]]]:
-    """Return evaluation, loss and gradients of each step; only the first stage's ranks have data."""
+def trained(axes: dict[str, Any], schedule: str, stage: Any) -> list[Step]:
+    """Train where only the first stage's ranks have data."""
     grid = Grid(**axes, timeout=60)
-    batch = triax.Batch(size=SAMPLES, microbatch=1, labels="sent")
     module = tiny_gpt(grid)
-    engine = triax.Engine(module, optimizer=SGD, batch=batch, schedule=schedule, zero=triax.Zero(stage=stage))
-    assert isinstance(engine, PipelineEngine)
-    data, same = (first_only(grid, module, microbatches(grid, batches())) for _ in range(2))
-    found = []
-    for _ in range(STEPS):
-        evaluated = engine.eval_batch(same).item()
-        found.append((evaluated, engine.train_batch(data).item(), engine.gather("gradients")))
-    return found
+    engine = pipeline_engine(module, triax.Batch(size=SAMPLES, microbatch=1, labels="sent"), stage, schedule=schedule)
+    data, again = (microbatches(grid, batches()) if module.is_first else None for _ in range(2))
+    return train(engine, data, STEPS, again)
 
 
 CASES = [
@@ -80,11 +71,10 @@ def test_sent_labels_give_the_gradients_of_one_process(
     ranks: Any, axes: dict[str, int], schedule: str, stage: int
 ) -> None:
     wanted = plain()
-    size = math.prod(size for axis, size in axes.items() if axis != "expert")
-    for steps in ranks(size, trained, axes, schedule, stage):
-        for (evaluated, loss, gradients), (own, own_gradients) in zip(steps, wanted, strict=True):
-            assert evaluated == loss == pytest.approx(own, rel=1e-10)
-            torch.testing.assert_close(gradients, own_gradients, rtol=1e-10, atol=1e-13)
+    for steps in ranks(
+        math.prod(size for axis, size in axes.items() if axis != "expert"), trained, axes, schedule, stage
+    ):
+        assert_steps_equal(steps, wanted)
 
 
 def nested_loss(logits: Tensor, labels: Any) -> Tensor:
@@ -111,8 +101,7 @@ def train_nests(pipe: int, labels: Any) -> tuple[list[float], dict[str, Tensor]]
     grid = Grid(pipe=pipe, timeout=60)
     module = tiny_gpt(grid, loss_fn=nested_loss)
     batch = triax.Batch(size=2, microbatch=1, labels=labels)
-    engine = triax.Engine(module, optimizer=partial(torch.optim.SGD, lr=1e-3), batch=batch)
-    assert isinstance(engine, PipelineEngine)
+    engine = pipeline_engine(module, batch, optimizer=partial(torch.optim.SGD, lr=1e-3))
     data = nests() if module.is_first or labels == "read" else None
     losses = [engine.train_batch(data).item() for _ in range(3)]
     losses.append(engine.eval_batch(data, num_micro_batches=3).item())
@@ -135,10 +124,8 @@ def test_nests_of_labels_of_any_shape_and_changing_values(ranks: Any) -> None:
 def sent_bytes(pipe: int, schedule: str, labels: Any) -> tuple[float, float]:
     """Return the bytes that this rank sends over the pipe axis in the second and the third step."""
     grid = Grid(pipe=pipe, timeout=60)
-    module = tiny_gpt(grid)
     batch = triax.Batch(size=SAMPLES, microbatch=1, labels=labels)
-    engine = triax.Engine(module, optimizer=SGD, batch=batch, schedule=schedule)
-    assert isinstance(engine, PipelineEngine)
+    engine = pipeline_engine(tiny_gpt(grid), batch, schedule=schedule)
     data = microbatches(grid, text_batches(VOCABULARY, SAMPLES, LENGTH, 3))
     found = []
     for _ in range(3):
@@ -159,8 +146,7 @@ def test_the_first_stage_sends_the_bytes_of_the_labels(ranks: Any, pipe: int, sc
 def unsendable(what: str) -> None:
     grid = Grid(pipe=2, timeout=30)
     module = tiny_gpt(grid)
-    batch = triax.Batch(size=2, microbatch=1, labels="sent")
-    engine = triax.Engine(module, optimizer=SGD, batch=batch)
+    engine = pipeline_engine(module, triax.Batch(size=2, microbatch=1, labels="sent"))
     ids = torch.zeros(1, LENGTH, dtype=torch.int64)
     data = iter([(ids, {1: ids} if what == "key" else {ids})] * 2) if module.is_first else None
     engine.train_batch(data)
@@ -168,11 +154,8 @@ def unsendable(what: str) -> None:
 
 @pytest.mark.parametrize("what", ["key", "set"])
 def test_labels_that_cannot_be_sent_are_refused_on_every_rank(ranks: Any, what: str) -> None:
-    text = r"microbatch 0.*(keys \[1\]: use keys of type str|a set cannot be sent)"
-    with pytest.raises(RankFailure, match=text) as failure:
-        ranks(2, unsendable, what)
-    for rank in range(2):
-        assert failure.value[rank].kind == "raised" and re.search(text, failure.value[rank].text)
+    words = r"microbatch 0.*(keys \[1\]: use keys of type str|a set cannot be sent)"
+    assert_every_rank_raises(ranks, 2, words, unsendable, what)
 
 
 def test_a_plain_module_refuses_sent_labels() -> None:
@@ -247,52 +230,42 @@ def parts(grid: Grid, size: int) -> Iterator[dict[str, Tensor]]:
             yield {name: value[first : first + size] for name, value in padded(step).items()}
 
 
-def plain_dicts() -> list[tuple[float, dict[str, Tensor]]]:
-    module = triax.PipelineModule(listed(), grid=Grid(), dtype=torch.float64, seed=3)
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    found = []
-    for step in range(STEPS):
-        total, weight = torch.zeros((), dtype=torch.float64), 0.0
-        for index in range(SAMPLES):
-            batch = {name: value[index : index + 1] for name, value in padded(step).items()}
-            x, layers = batch["input_ids"], module.layers
-            x = layers["0"](x)
-            for key in "1234":
-                x = layers[key](x, batch["attention_mask"])
-            x = layers["6"](layers["5"](x, batch["input_ids"], batch["labels"]))
-            loss, count = CountedLoss()(head(layers["0"], x, batch["attention_mask"]), batch["labels"])
-            total, weight = total + loss, weight + float(count)
-        gradients = torch.autograd.grad(total / weight, list(names))
-        with torch.no_grad():
-            for parameter, gradient in zip(names, gradients, strict=True):
-                parameter.sub_(0.1 * gradient)
-        found.append((total.item() / weight, dict(zip(names.values(), gradients, strict=True))))
-    return found
-
-
-def train_dicts(
-    axes: dict[str, Any], schedule: str, stage: Any, labels: Any, interval: int
-) -> list[tuple[float, float, dict[str, Tensor]]]:
-    grid = Grid(**axes, timeout=60)
-    module = triax.PipelineModule(
+def masked_model(grid: Grid) -> triax.PipelineModule:
+    return triax.PipelineModule(
         listed(), grid=grid, loss_fn=CountedLoss(), dtype=torch.float64, seed=3, partition="uniform"
     )
-    engine = triax.Engine(
-        module,
-        optimizer=SGD,
-        batch=triax.Batch(size=SAMPLES, microbatch=1, labels=labels),
-        schedule=schedule,
-        zero=triax.Zero(stage=stage),
-        recompute={"interval": interval},
-    )
-    assert isinstance(engine, PipelineEngine)
+
+
+def plain_dicts() -> list[Step]:
+    """Train layer by layer in one process over the whole batch of each step."""
+    module = masked_model(Grid())
+    first, *blocks, mix, norm = module.layers.values()
+
+    def forward(ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        x = first(ids)
+        for block in blocks:
+            x = block(x, mask)
+        return head(first, norm(mix(x, ids, labels)), mask)
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        total, count = CountedLoss()(logits, labels)
+        return total / count
+
+    # A sample at a time, as Mix averages over its labels.
+    def each(ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        return torch.cat([forward(*row) for row in zip(ids.split(1), mask.split(1), labels.split(1), strict=True)])
+
+    batches = [(b["input_ids"], b["attention_mask"], b["labels"], b["labels"]) for b in map(padded, range(STEPS))]
+    return train_plain(module, SGD, [[batch] for batch in batches], loss, forward=each)
+
+
+def train_dicts(axes: dict[str, Any], schedule: str, stage: Any, labels: Any, interval: int) -> list[Step]:
+    grid = Grid(**axes, timeout=60)
+    module, batch = masked_model(grid), triax.Batch(size=SAMPLES, microbatch=1, labels=labels)
+    engine = pipeline_engine(module, batch, stage, schedule=schedule, recompute={"interval": interval})
     reads = module.is_first or (labels == "read" and module.is_last)
-    data, same = (parts(grid, 1) if reads else None for _ in range(2))
-    found = []
-    for _ in range(STEPS):
-        evaluated = engine.eval_batch(same).item()
-        found.append((evaluated, engine.train_batch(data).item(), engine.gather("gradients")))
-    return found
+    data, again = (parts(grid, 1) if reads else None for _ in range(2))
+    return train(engine, data, STEPS, again)
 
 
 DICTS = [
@@ -311,19 +284,13 @@ def test_layers_take_fields_of_dicts(
 ) -> None:
     wanted = plain_dicts()
     for steps in ranks(math.prod(axes.values()), train_dicts, axes, schedule, stage, labels, interval):
-        for (evaluated, loss, gradients), (own, own_gradients) in zip(steps, wanted, strict=True):
-            assert evaluated == pytest.approx(own, rel=1e-10) == loss
-            torch.testing.assert_close(gradients, own_gradients, rtol=1e-10, atol=1e-13)
+        assert_steps_equal(steps, wanted)
 
 
 def field_bytes() -> float:
     """Return the bytes of the messages that this rank sends in a step whose layers take fields."""
     grid = Grid(pipe=4, timeout=60)
-    module = triax.PipelineModule(
-        listed(), grid=grid, loss_fn=CountedLoss(), dtype=torch.float64, seed=3, partition="uniform"
-    )
-    engine = triax.Engine(module, optimizer=SGD, batch=triax.Batch(size=SAMPLES, microbatch=1))
-    assert isinstance(engine, PipelineEngine)
+    engine = pipeline_engine(masked_model(grid), triax.Batch(size=SAMPLES, microbatch=1))
     data = parts(grid, 1)
     for _ in range(STEPS):  # the first step sends schemas too
         engine.train_batch(data)
@@ -338,8 +305,7 @@ def test_fields_are_sent_to_the_ranks_of_the_layers_that_take_them(ranks: Any) -
 
 
 def test_a_whole_model_takes_fields_as_arguments() -> None:
-    module = triax.PipelineModule(listed(), grid=Grid(), dtype=torch.float64)
-    batch = padded(0)
+    module, batch = masked_model(Grid()), padded(0)
     with pytest.raises(ValueError, match=r"layer 1 \(Block\) takes the field 'attention_mask' .* model\(x, attention"):
         module(batch["input_ids"])
     assert module(batch["input_ids"], **batch).shape == (SAMPLES, LENGTH, VOCABULARY)
@@ -349,8 +315,7 @@ def shifted(pipe: int, dicts: bool) -> tuple[float, dict[str, Tensor]]:
     """Train by labels that are the ids, which the loss shifts, in dicts or in pairs."""
     grid = Grid(pipe=pipe, timeout=60)
     module = tiny_gpt(grid, loss_fn=triax.CausalLMLoss(grid=grid))
-    engine = triax.Engine(module, optimizer=SGD, batch=triax.Batch(size=SAMPLES, microbatch=2))
-    assert isinstance(engine, PipelineEngine)
+    engine = pipeline_engine(module, triax.Batch(size=SAMPLES, microbatch=2))
     pairs = microbatches(grid, [(ids, ids) for ids, _ in batches()], 2)
     data = ({"input_ids": ids, "labels": labels} for ids, labels in pairs) if dicts else pairs
     return engine.train_batch(data).item(), engine.gather("gradients")
@@ -365,11 +330,8 @@ def test_a_dict_of_ids_and_labels_is_a_pair(ranks: Any) -> None:
 
 def wrong(mistake: str) -> None:
     grid = Grid(pipe=2, timeout=30)
-    module = triax.PipelineModule(listed(), grid=grid, loss_fn=CountedLoss(), dtype=torch.float64, partition="uniform")
-    if mistake == "next tokens":
-        module = tiny_gpt(grid)
-    engine = triax.Engine(module, optimizer=SGD, batch=triax.Batch(size=2, microbatch=1))
-    assert isinstance(engine, PipelineEngine)
+    module = tiny_gpt(grid) if mistake == "next tokens" else masked_model(grid)
+    engine = pipeline_engine(module, triax.Batch(size=2, microbatch=1))
     batch: Any = {name: value[:1] for name, value in padded(0).items()}
     match mistake:
         case "no labels":
@@ -391,7 +353,4 @@ WRONG = {
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_batch_without_what_is_needed_is_refused_on_every_rank(ranks: Any, mistake: str) -> None:
-    with pytest.raises(RankFailure, match=WRONG[mistake]) as failure:
-        ranks(2, wrong, mistake)
-    for rank in range(2):
-        assert failure.value[rank].kind == "raised" and re.search(WRONG[mistake], failure.value[rank].text)
+    assert_every_rank_raises(ranks, 2, WRONG[mistake], wrong, mistake)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -14,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import triax
-from triax import Grid, LayerSpec, Loss, PipelineEngine, WithLoss
-from triax.testing.pool import RankFailure
+from triax import Grid, LayerSpec, Loss, WithLoss
+
+from support.rank_checks import assert_every_rank_raises
+from support.training import SGD, Step, assert_steps_equal, pipeline_engine, train, train_plain
 
 VOCABULARY, WIDTH, SAMPLES, LENGTH, STEPS = 11, 6, 8, 6, 2
-SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 def mean_square(x: Tensor) -> Tensor:
@@ -111,67 +111,38 @@ def microbatches(grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
             yield ids[sample : sample + 1, tokens], labels[sample : sample + 1, tokens]
 
 
-def plain(small: bool = True) -> list[tuple[float, dict[str, float], dict[str, Tensor]]]:
-    """Return loss, terms and gradients of each step by plain autograd over the whole batch, with SGD."""
+def plain(small: bool = True) -> list[Step]:
+    """Train layer by layer in one process over the whole batch of each step."""
     module = triax.PipelineModule(listed(small), grid=Grid(), dtype=torch.float64, seed=4)
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    found = []
-    for ids, labels in batches():
-        x, terms, count = ids, dict[str, Tensor](), (labels != -100).sum()
-        metrics = {}
+
+    def losses(ids: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        x, terms, metrics, count = ids, dict[str, Tensor](), dict[str, Tensor](), (labels != -100).sum()
         for layer in module.layers.values():
+            x = Block.forward(layer, x) if isinstance(layer, Block) else layer(x)
             if isinstance(layer, Exit):
-                x = Block.forward(layer, x)
                 logits = layer.head(x)
                 terms[f"exit {layer.number}"] = total(logits, labels) / count
-                metrics[f"accuracy {layer.number}"] = (logits.argmax(-1) == labels).sum().item() / count.item()
+                metrics[f"accuracy {layer.number}"] = (logits.argmax(-1) == labels).sum() / count.double()
             elif isinstance(layer, Small):
-                x = Block.forward(layer, x)
                 terms["size"] = mean_square(x)
-            else:
-                x = layer(x)
         terms["main"] = total(x, labels) / count
-        loss = sum((0.3 if name.startswith("exit") else 1.0) * term for name, term in terms.items())
-        assert isinstance(loss, Tensor)
-        gradients = torch.autograd.grad(loss, list(names))
-        with torch.no_grad():
-            for parameter, gradient in zip(names, gradients, strict=True):
-                parameter.sub_(0.1 * gradient)
-        values = {name: term.item() for name, term in terms.items()} | metrics
-        found.append((loss.item(), values, dict(zip(names.values(), gradients, strict=True))))
-    return found
+        loss = torch.stack([(0.3 if name.startswith("exit") else 1.0) * term for name, term in terms.items()]).sum()
+        return loss, terms | metrics
+
+    whole = [[(ids, labels, labels)] for ids, labels in batches()]
+    return train_plain(module, SGD, whole, lambda losses, labels: losses, forward=losses)
 
 
 def trained(
     axes: dict[str, Any], schedule: str, stage: Any, interval: int, labels: Any, small: bool = True, **options: Any
-) -> list[tuple[Any, float, Any, dict[str, Tensor]]]:
-    """Return for each step the evaluation of its batch before it, the loss, the metrics and the gradients."""
+) -> list[Step]:
     grid = Grid(**axes, timeout=60)
-    module = triax.PipelineModule(
-        listed(small),
-        grid=grid,
-        loss_fn=Main(),
-        dtype=torch.float32 if "precision" in options else torch.float64,
-        seed=4,
-        partition="uniform",
-    )
-    engine = triax.Engine(
-        module,
-        optimizer=SGD,
-        batch=triax.Batch(size=SAMPLES, microbatch=1, labels=labels),
-        schedule=schedule,
-        zero=triax.Zero(stage=stage),
-        recompute={"interval": interval},
-        **options,
-    )
-    assert isinstance(engine, PipelineEngine)
-    data, same = microbatches(grid), microbatches(grid)
-    found = []
-    for _ in range(STEPS):
-        evaluated = engine.eval_batch(same).item(), engine.metrics
-        loss = engine.train_batch(data).item()
-        found.append((evaluated, loss, engine.metrics, engine.gather("gradients")))
-    return found
+    dtype = torch.float32 if "precision" in options else torch.float64
+    module = triax.PipelineModule(listed(small), grid=grid, loss_fn=Main(), dtype=dtype, seed=4, partition="uniform")
+    batch, recompute = triax.Batch(size=SAMPLES, microbatch=1, labels=labels), {"interval": interval}
+    engine = pipeline_engine(module, batch, stage, schedule=schedule, recompute=recompute, **options)
+    evaluated = microbatches(grid) if dtype == torch.float64 and "compile" not in options else ()
+    return train(engine, microbatches(grid), STEPS, evaluated)
 
 
 CASES = [
@@ -196,29 +167,21 @@ def test_losses_of_layers_are_those_of_one_process(
     small = "context" not in axes  # a mean of a part of a sequence is refused
     wanted = plain(small)
     for steps in ranks(math.prod(axes.values()), trained, axes, schedule, stage, interval, labels, small):
-        for (evaluated, loss, metrics, gradients), (own, values, own_gradients) in zip(steps, wanted, strict=True):
-            assert loss == pytest.approx(own, rel=1e-10) == evaluated[0]
-            assert metrics == pytest.approx(values, rel=1e-10) == evaluated[1]
-            torch.testing.assert_close(gradients, own_gradients, rtol=1e-10, atol=1e-13)
+        assert_steps_equal(steps, wanted)
 
 
 def test_compiled_layers_return_the_same_losses(ranks: Any) -> None:
-    wanted = plain()
     steps = ranks(2, trained, {"pipe": 2}, "zb-h1", 2, 1, "sent", compile={"backend": "aot_eager"}, timeout=200)
-    for (_, loss, metrics, gradients), (own, values, own_gradients) in zip(steps[0], wanted, strict=True):
-        assert loss == pytest.approx(own, rel=1e-10)
-        assert metrics == pytest.approx(values, rel=1e-10)
-        torch.testing.assert_close(gradients, own_gradients, rtol=1e-10, atol=1e-13)
+    assert_steps_equal(steps[0], plain())
 
 
 def test_the_loss_scale_of_float16_reaches_losses_of_layers(ranks: Any) -> None:
-    (_, values, wanted), *_ = plain()
+    wanted, *_ = plain()
     precision = {"weights": "fp16", "loss_scale": 512.0}
     for steps in ranks(2, trained, {"pipe": 2}, "1f1b", 1, 0, "read", precision=precision):
-        _, _, metrics, gradients = steps[0]
-        assert metrics == pytest.approx(values, rel=5e-3, abs=0.05)
-        for name, gradient in gradients.items():
-            error = (gradient.double() - wanted[name]).norm() / wanted[name].norm()
+        assert steps[0].metrics == pytest.approx(wanted.metrics, rel=5e-3, abs=0.05)
+        for name, gradient in wanted.gradients.items():
+            error = (steps[0].gradients[name].double() - gradient).norm() / gradient.norm()
             assert error < 0.02, name
 
 
@@ -237,8 +200,7 @@ def detached(pipe: int) -> dict[str, Tensor]:
     partition = [0, 1, 2, 3, 5] if pipe == 4 else "uniform"
     module = triax.PipelineModule(layers, grid=grid, loss_fn=Main(), dtype=torch.float64, seed=4, partition=partition)
     optimizer = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
-    engine = triax.Engine(module, optimizer=optimizer, batch=triax.Batch(size=SAMPLES, microbatch=1))
-    assert isinstance(engine, PipelineEngine)
+    engine = pipeline_engine(module, triax.Batch(size=SAMPLES, microbatch=1), optimizer=optimizer)
     data, before = microbatches(grid), engine.gather()["layers.2.linear.weight"].clone()
     for _ in range(STEPS):
         engine.train_batch(data)
@@ -298,9 +260,7 @@ def mistaken(mistake: str, pipe: int) -> None:
         dtype=torch.float64,
         partition="uniform",
     )
-    engine = triax.Engine(module, optimizer=SGD, batch=triax.Batch(size=SAMPLES, microbatch=1))
-    assert isinstance(engine, PipelineEngine)
-    engine.train_batch(microbatches(grid))
+    pipeline_engine(module, triax.Batch(size=SAMPLES, microbatch=1)).train_batch(microbatches(grid))
 
 
 MISTAKES = {
@@ -318,7 +278,4 @@ MISTAKES = {
 @pytest.mark.parametrize("pipe", [1, 2])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_wrong_losses_of_layers_are_refused_on_every_rank(ranks: Any, mistake: str, pipe: int) -> None:
-    with pytest.raises(RankFailure, match=MISTAKES[mistake]) as failure:
-        ranks(pipe, mistaken, mistake, pipe)
-    for rank in range(pipe):
-        assert failure.value[rank].kind == "raised" and re.search(MISTAKES[mistake], failure.value[rank].text)
+    assert_every_rank_raises(ranks, pipe, MISTAKES[mistake], mistaken, mistake, pipe)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from triax import Grid
 
 from support.paths import DOCS
 from support.readme_blocks import programs
+from support.training import pipeline_engine
 
 SAMPLES = 16
 
@@ -161,14 +161,7 @@ def trained(model: str, axes: dict[str, Any], schedule: str, stage: Any) -> Any:
     loss_fn = LOSSES[model](given)
     layers = given["layers"](*arguments)
     module = triax.PipelineModule(layers, grid=grid, loss_fn=loss_fn, partition="uniform", dtype=torch.float64)
-    engine = triax.Engine(
-        module,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        batch=triax.Batch(size=SAMPLES, microbatch=2),
-        schedule=schedule,
-        zero=triax.Zero(stage=stage),
-    )
-    assert isinstance(engine, triax.PipelineEngine)
+    engine = pipeline_engine(module, triax.Batch(size=SAMPLES, microbatch=2), stage, schedule=schedule)
     weights = {name: weight.clone() for name, weight in engine.gather().items()}
     data = microbatches(given, grid.data.rank, grid.data.size)
     loss = engine.train_batch((in_float64(inputs), in_float64(labels)) for inputs, labels in data).item()

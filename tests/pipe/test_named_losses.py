@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,22 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, Loss, NextTokenLoss
-from triax.testing.pool import RankFailure
 
 from support import five_axes
 from support.five_axes import Job, Place
 from support.module_training import net
-from support.training import microbatches, text_batches, tiny_gpt
+from support.rank_checks import assert_every_rank_raises
+from support.training import (
+    SGD,
+    Step,
+    assert_steps_equal,
+    microbatches,
+    pipeline_engine,
+    text_batches,
+    tiny_gpt,
+    train,
+    train_plain,
+)
 
 VOCABULARY, SAMPLES, LENGTH, STEPS = 37, 8, 8, 2
 FACTORS = {"even": 0.5, "rare": 2.0}
@@ -63,53 +71,28 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return text_batches(VOCABULARY, SAMPLES, LENGTH, STEPS)
 
 
-def plain(weighted: bool) -> list[tuple[float, dict[str, float], dict[str, Tensor]]]:
-    """Return loss, terms and gradients of each step by plain autograd over the whole batch, with SGD."""
-    module = tiny_gpt(Grid())
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    found = []
-    for ids, labels in batches():
-        logits = module.run_stage(0, ids)
-        if weighted:
-            terms = {}
-            for name, counted in labels_of(labels).items():
-                total = F.cross_entropy(logits.flatten(0, 1), counted.flatten(), ignore_index=-100, reduction="sum")
-                terms[name] = total / (counted != -100).sum()
-            loss = sum(FACTORS.get(name, 1.0) * term for name, term in terms.items())
-        else:
-            terms = means(logits, labels)  # microbatches are of one size
-            loss = terms["square"] + terms["next"]
-        assert isinstance(loss, Tensor)
-        gradients = torch.autograd.grad(loss, list(names))
-        with torch.no_grad():
-            for parameter, gradient in zip(names, gradients, strict=True):
-                parameter.sub_(0.1 * gradient)
-        own = dict(zip(names.values(), gradients, strict=True))
-        found.append((loss.item(), {name: term.item() for name, term in terms.items()}, own))
-    return found
+def plain(weighted: bool) -> list[Step]:
+    """Train in one process over the whole batch of each step."""
+
+    def weighed(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        terms = {}
+        for name, counted in labels_of(labels).items():
+            sums = F.cross_entropy(logits.flatten(0, 1), counted.flatten(), ignore_index=-100, reduction="sum")
+            terms[name] = sums / (counted != -100).sum()
+        return torch.stack([FACTORS.get(name, 1.0) * term for name, term in terms.items()]).sum(), terms
+
+    def meant(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        terms = means(logits, labels)  # microbatches are of one size
+        return terms["square"] + terms["next"], terms
+
+    return train_plain(tiny_gpt(Grid()), SGD, [[batch] for batch in batches()], weighed if weighted else meant)
 
 
-def trained(
-    axes: dict[str, Any], schedule: str, stage: Any, weighted: bool
-) -> list[tuple[float, Any, Any, dict[str, Tensor]]]:
-    """Return for each step the loss, the metrics, the evaluation of the batch before it, and the gradients."""
+def trained(axes: dict[str, Any], schedule: str, stage: Any, weighted: bool) -> list[Step]:
     grid = Grid(**axes, timeout=60)
     module = tiny_gpt(grid, loss_fn=Terms(grid) if weighted else means)
-    engine = triax.Engine(
-        module,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        batch=triax.Batch(size=SAMPLES, microbatch=1),
-        schedule=schedule,
-        zero=triax.Zero(stage=stage),
-    )
-    assert isinstance(engine, triax.PipelineEngine)
-    data, same = microbatches(grid, batches()), microbatches(grid, batches())
-    found = []
-    for _ in range(STEPS):
-        evaluated = engine.eval_batch(same).item(), engine.metrics
-        loss = engine.train_batch(data).item()
-        found.append((loss, engine.metrics, evaluated, engine.gather("gradients")))
-    return found
+    engine = pipeline_engine(module, triax.Batch(size=SAMPLES, microbatch=1), stage, schedule=schedule)
+    return train(engine, microbatches(grid, batches()), STEPS, microbatches(grid, batches()))
 
 
 CASES = [
@@ -129,26 +112,20 @@ CASES = [
 @pytest.mark.parametrize(("axes", "schedule", "stage"), CASES)
 def test_terms_are_those_of_one_process(ranks: Any, axes: dict[str, int], schedule: str, stage: int) -> None:
     wanted = plain(True)
+    parts = SAMPLES * axes.get("context", 1)  # in each of them the metric's weight is 1
     for steps in ranks(math.prod(axes.values()), trained, axes, schedule, stage, True):
-        for (loss, metrics, evaluated, gradients), (own, terms, own_gradients) in zip(steps, wanted, strict=True):
-            assert loss == pytest.approx(own, rel=1e-10) == evaluated[0]
-            assert {name: metrics[name] for name in terms} == pytest.approx(terms, rel=1e-10)
-            assert {name: evaluated[1][name] for name in terms} == pytest.approx(terms, rel=1e-10)
-            count = SAMPLES * LENGTH
-            parts = SAMPLES * axes.get("context", 1)  # as the metric's weight is 1 in each of them
-            assert metrics["labels"] == pytest.approx(count / parts) and metrics["pairs"][1] == 2 * count / parts
-            assert list(metrics) == ["next", "even", "rare", "labels", "pairs", "size"]
-            torch.testing.assert_close(gradients, own_gradients, rtol=1e-10, atol=1e-13)
+        for step in steps:
+            assert list(step.metrics) == ["next", "even", "rare", "labels", "pairs", "size"]
+            assert step.metrics.pop("labels") == pytest.approx(SAMPLES * LENGTH / parts)
+            assert step.metrics.pop("pairs")[1] == 2 * SAMPLES * LENGTH / parts
+            del step.metrics["size"]
+        assert_steps_equal(steps, wanted)
 
 
 @pytest.mark.parametrize(("axes", "stage"), [({"pipe": 2}, 0), ({"data": 2}, 3)])
 def test_means_in_a_dict_need_no_weight(ranks: Any, axes: dict[str, int], stage: int) -> None:
-    wanted = plain(False)
     for steps in ranks(2, trained, axes, "1f1b", stage, False):
-        for (loss, metrics, evaluated, gradients), (own, terms, own_gradients) in zip(steps, wanted, strict=True):
-            assert loss == pytest.approx(own, rel=1e-10) == evaluated[0]
-            assert metrics == pytest.approx(terms, rel=1e-10) == evaluated[1]
-            torch.testing.assert_close(gradients, own_gradients, rtol=1e-10, atol=1e-13)
+        assert_steps_equal(steps, plain(False))
 
 
 class Uncertain(nn.Module):
@@ -166,10 +143,7 @@ class Uncertain(nn.Module):
 
 def with_a_module(pipe: int, stage: Any) -> tuple[list[float], dict[str, Tensor]]:
     grid = Grid(pipe=pipe, timeout=60)
-    module = tiny_gpt(grid, loss_fn=Uncertain())
-    optimizer, batch = partial(torch.optim.SGD, lr=0.1), triax.Batch(size=SAMPLES, microbatch=2)
-    engine = triax.Engine(module, optimizer=optimizer, batch=batch, zero=triax.Zero(stage=stage))
-    assert isinstance(engine, triax.PipelineEngine)
+    engine = pipeline_engine(tiny_gpt(grid, loss_fn=Uncertain()), triax.Batch(size=SAMPLES, microbatch=2), stage)
     data = microbatches(grid, batches(), 2)
     found = []
     for _ in range(STEPS):
@@ -192,9 +166,7 @@ def module_steps(stage: Any, pairs: bool) -> Any:
     """Train a plain module by a dict of terms, and return losses, metrics and gradients."""
     grid = Grid(timeout=60)
     batch = triax.Batch(size=4 * grid.data.size, microbatch=2)
-    engine: Any = triax.Engine(
-        net(), optimizer=partial(torch.optim.SGD, lr=0.1), batch=batch, grid=grid, zero=triax.Zero(stage=stage)
-    )
+    engine: Any = triax.Engine(net(), optimizer=SGD, batch=batch, grid=grid, zero=triax.Zero(stage=stage))
     x = torch.randn(2, 2, 2, 2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     share = 2 // grid.data.size
     found = []
@@ -209,24 +181,14 @@ def module_steps(stage: Any, pairs: bool) -> Any:
     return found
 
 
-def plain_module_steps() -> Any:
-    model = net()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def plain_module_steps() -> list[tuple[dict[str, float], dict[str, Tensor]]]:
+    def loss(y: Tensor, _: None) -> tuple[Tensor, dict[str, Tensor]]:
+        square, added = y.square().mean(), y.sum()
+        return square + 0.25 * added, {"square": square, "sum": added, "largest": y.max()}
+
     x = torch.randn(2, 2, 2, 2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = []
-    for step in x:
-        optimizer.zero_grad()
-        outputs = [model(part) for part in step.flatten(0, 1)]
-        square = torch.stack([y.square().mean() for y in outputs]).mean()
-        added = torch.stack([y.sum() for y in outputs]).mean()
-        (square + 0.25 * added).backward()
-        largest = torch.stack([y.max() for y in outputs]).mean()
-        values = {"square": square.item(), "sum": added.item(), "largest": largest.item()}
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
-        found.append((values, gradients))
-        optimizer.step()
-    return found
+    steps = train_plain(net(), SGD, [[(part, None) for part in step.flatten(0, 1)] for step in x], loss)
+    return [(step.metrics, step.gradients) for step in steps]
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -276,10 +238,7 @@ class Wrong:
 
 def mistaken(mistake: str) -> None:
     grid = Grid(pipe=1 if mistake == "replica" else 2, timeout=30)
-    module = tiny_gpt(grid, loss_fn=Wrong(grid, mistake))
-    optimizer, batch = partial(torch.optim.SGD, lr=0.1), triax.Batch(size=SAMPLES, microbatch=2)
-    engine = triax.Engine(module, optimizer=optimizer, batch=batch)
-    assert isinstance(engine, triax.PipelineEngine)
+    engine = pipeline_engine(tiny_gpt(grid, loss_fn=Wrong(grid, mistake)), triax.Batch(size=SAMPLES, microbatch=2))
     engine.train_batch(microbatches(grid, batches(), 2))
 
 
@@ -300,10 +259,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_wrong_named_losses_are_refused_on_every_rank(ranks: Any, mistake: str) -> None:
-    with pytest.raises(RankFailure, match=MISTAKES[mistake]) as failure:
-        ranks(2, mistaken, mistake)
-    for rank in range(2):
-        assert failure.value[rank].kind == "raised" and re.search(MISTAKES[mistake], failure.value[rank].text)
+    assert_every_rank_raises(ranks, 2, MISTAKES[mistake], mistaken, mistake)
 
 
 def with_experts(named: bool) -> tuple[list[float], dict[str, Tensor]]:
@@ -312,9 +268,7 @@ def with_experts(named: bool) -> tuple[list[float], dict[str, Tensor]]:
     pair = NextTokenLoss(grid, vocab_size=five_axes.VOCABULARY)
     loss_fn = One(pair) if named else pair
     module = triax.PipelineModule(five_axes.layers(Job(), Place()), grid=grid, loss_fn=loss_fn, dtype=torch.float64)
-    optimizer, batch = partial(torch.optim.SGD, lr=0.1), triax.Batch(size=SAMPLES, microbatch=2)
-    engine = triax.Engine(module, optimizer=optimizer, batch=batch, zero=triax.Zero(stage=1))
-    assert isinstance(engine, triax.PipelineEngine)
+    engine = pipeline_engine(module, triax.Batch(size=SAMPLES, microbatch=2), 1)
     data = microbatches(grid, text_batches(five_axes.VOCABULARY, SAMPLES, LENGTH, STEPS), 2)
     losses = [engine.train_batch(data).item() for _ in range(STEPS)]
     assert engine.auxiliary_losses()
@@ -345,10 +299,8 @@ def test_auxiliary_losses_weigh_the_same_beside_named_ones(ranks: Any) -> None:
 def test_monitors_write_terms_and_metrics(tmp_path: Path) -> None:
     grid = Grid()
     monitor = triax.Monitoring(json=str(tmp_path / "json"), tensorboard=str(tmp_path / "board"))
-    batch = triax.Batch(size=SAMPLES, microbatch=2)
-    module, optimizer = tiny_gpt(grid, loss_fn=Terms(grid)), partial(torch.optim.SGD, lr=0.1)
-    engine = triax.Engine(module, optimizer=optimizer, batch=batch, monitor=monitor)
-    assert isinstance(engine, triax.PipelineEngine)
+    module, batch = tiny_gpt(grid, loss_fn=Terms(grid)), triax.Batch(size=SAMPLES, microbatch=2)
+    engine = pipeline_engine(module, batch, monitor=monitor)
     data = microbatches(grid, batches(), 2)
     wanted = []
     for _ in range(STEPS):
@@ -391,9 +343,7 @@ def test_a_term_may_be_absent_and_an_evaluation_have_more_metrics() -> None:
     wanted = F.cross_entropy(module.run_stage(0, ids)[labels < 2], labels[labels < 2])
     gradients = torch.autograd.grad(wanted, [*module.parameters()], allow_unused=True)
     own = {name: gradient for (name, _), gradient in zip(module.named_parameters(), gradients, strict=True)}
-    optimizer, batch = partial(torch.optim.SGD, lr=0.1), triax.Batch(size=SAMPLES, microbatch=1)
-    engine = triax.Engine(module, optimizer=optimizer, batch=batch)
-    assert isinstance(engine, triax.PipelineEngine)
+    engine = pipeline_engine(module, triax.Batch(size=SAMPLES, microbatch=1))
     assert engine.eval_batch(microbatches(grid, batches())).item() == pytest.approx(wanted.item(), rel=1e-10)
     assert engine.metrics["labels"] == (labels < 2).sum() / SAMPLES
     assert engine.train_batch(microbatches(grid, batches())).item() == pytest.approx(wanted.item(), rel=1e-10)
@@ -402,9 +352,7 @@ def test_a_term_may_be_absent_and_an_evaluation_have_more_metrics() -> None:
 
 
 def test_a_plain_modules_losses_keep_their_names() -> None:
-    engine: Any = triax.Engine(
-        nn.Linear(2, 2), optimizer=partial(torch.optim.SGD, lr=0.1), batch=triax.Batch(size=2), grid=Grid()
-    )
+    engine: Any = triax.Engine(nn.Linear(2, 2), optimizer=SGD, batch=triax.Batch(size=2), grid=Grid())
     for names in (["a"], ["b"]):
         engine.backward(dict.fromkeys(names, engine(torch.ones(2, 2)).square().mean()))
         if names == ["a"]:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
-from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 
 from support.resident import Growth, own_pages, status
+from support.training import small_config, tiny_gpt
 
 WIDTH, SAMPLES = 8, 8
 
@@ -71,16 +71,13 @@ def odd_layers() -> list[Any]:
 
 
 def gpt_model(grid: Grid, **options: Any) -> PipelineModule:
-    config = GPTConfig(
-        vocab_size=37,
-        max_position_embeddings=6,
-        hidden_size=16,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        tie_word_embeddings=True,
-        dropout=0.1,
-    )
-    return PipelineModule(gpt_layers(config), grid=grid, loss_fn=GPTLoss(grid, vocab_size=37), seed=7, **options)
+    shape: dict[str, Any] = {
+        "max_position_embeddings": 6,
+        "num_attention_heads": 8,
+        "tie_word_embeddings": True,
+        "dropout": 0.1,
+    }
+    return tiny_gpt(grid, dtype=torch.float32, **shape, **options)
 
 
 def odd_model(grid: Grid, **options: Any) -> PipelineModule:
@@ -112,14 +109,8 @@ def trained(shape: tuple[int, int, int], cells: list[Cell]) -> list[bool]:
             make = gpt_model if kind == "gpt" else odd_model
             model = make(grid, chunks=chunks, device=device)
             parameters = list(model.parameters())
-            config = {
-                "train_batch_size": SAMPLES,
-                "train_micro_batch_size_per_gpu": 2,
-                "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-                "zero_optimization": {"stage": stage, "reduce_bucket_size": 300},
-                "pipeline": {"schedule": schedule},
-                **more,
-            }
+            zero = {"stage": stage, "reduce_bucket_size": 300}
+            config = small_config("AdamW", 0.01, batch=SAMPLES, micro=2, zero=zero, schedule=schedule, **more)
             engine, *_ = triax.initialize(model=model, config=config)
             if schedule in ("gpipe", "1f1b"):  # else stages may have moved
                 assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
@@ -262,11 +253,7 @@ def limited(stage: int) -> str | list[float]:
                 count = 4 * ALLOWANCE // (16 * THIN**2)
                 layers = [LayerSpec(Residual, width) for _ in range(count)]
                 model = PipelineModule(layers, grid=grid, loss_fn=F.mse_loss, device="meta")
-                config = {
-                    "train_micro_batch_size_per_gpu": 1,
-                    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-                    "zero_optimization": {"stage": stage, "reduce_bucket_size": THIN**2},
-                }
+                config = small_config("AdamW", lr=1e-4, micro=1, zero={"stage": stage, "reduce_bucket_size": THIN**2})
                 engine, *_ = triax.initialize(model=model, config=config)
                 x = torch.randn(1, width, generator=torch.Generator().manual_seed(grid.rank))
                 losses = [engine.train_batch(iter([(x, x)])).item() for _ in range(2)]

@@ -17,6 +17,7 @@ from triax.pipe.recompute.frame import State
 from triax.pipe.recompute.recompute import Recompute
 
 from support.recompute_layers import counting, runs
+from support.training import small_config
 
 
 class Noise(nn.Module):
@@ -83,8 +84,6 @@ class Frozen(nn.Linear):
 
 
 WIDTH = 6
-
-
 ZOO: list[Any] = [
     LayerSpec(Frozen, WIDTH),
     TiedLayerSpec("tie", nn.Linear, WIDTH, WIDTH),
@@ -156,13 +155,9 @@ def trained(
         seed=4,
         device=device,
     )
-    config = {
-        "train_micro_batch_size_per_gpu": len(batches[0]),
-        "gradient_accumulation_steps": len(batches),
-        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-        "pipeline": {"schedule": schedule},
-        "activation_checkpointing": section,
-    }
+    config = small_config(
+        lr=1.0, micro=len(batches[0]), accumulation=len(batches), schedule=schedule, activation_checkpointing=section
+    )
     engine, *_ = triax.initialize(model=model, config=config)
     start = [p.detach().clone() for p in model.parameters()]
     plain = copy.deepcopy(nn.Sequential(*model.layers.values())).train()
@@ -406,11 +401,7 @@ def test_what_a_layer_remembers_advances_once(layer: type[nn.Module]) -> None:
     for recomputes in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(layer(), layer()).double()
-        config = {
-            "train_micro_batch_size_per_gpu": 8,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "activation_checkpointing": {"enabled": recomputes},
-        }
+        config = small_config(micro=8, activation_checkpointing={"enabled": recomputes})
         engine = triax.initialize(model=model, config=config, grid=triax.Grid())[0]
         for step in range(3):
             x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)

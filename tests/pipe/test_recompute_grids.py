@@ -12,17 +12,16 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.engine.monitor.profiler.memory_meter import MemoryMeter
-from triax.models.gpt import GPTBlock, GPTConfig, GPTLoss, gpt_layers
+from triax.models.gpt import GPTBlock, GPTConfig
 from triax.pipe.recompute.kept_inputs import Inputs, KeptNest
 from triax.pipe.recompute.recompute import Recompute
 from triax.pipe.schedules.registry import RECIPES
 from triax.testing.pool import RankFailure
 
 from support.paper_formulas import gpt_activations, paper_activations
+from support.training import small_config, tiny_gpt
 
 SAMPLES, LENGTH, VOCABULARY = 8, 6, 37
-
-
 Cell = tuple[str, int, int, bool, bool, dict[str, Any]]  # schedule, chunks, ZeRO, tied, sequence parallel, recompute
 
 
@@ -31,32 +30,10 @@ def train(grid: tuple[int, int, int], cells: list[Cell], steps: int = 1) -> list
     here, results = Grid(*grid, timeout=60), []
     text = torch.randint(VOCABULARY, (steps, SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(3))
     for schedule, chunks, stage, tied, shards, section in cells:
-        shape = GPTConfig(
-            vocab_size=VOCABULARY,
-            max_position_embeddings=LENGTH,
-            hidden_size=16,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            dropout=0.1,
-            tie_word_embeddings=tied,
-        )
-        model = PipelineModule(
-            gpt_layers(shape, sequence_parallel=shards),
-            grid=here,
-            loss_fn=GPTLoss(here, vocab_size=VOCABULARY),
-            seed=7,
-            dtype=torch.float64,
-            chunks=chunks,
-        )
-        config = {
-            "train_batch_size": SAMPLES,
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": 2000},
-            "pipeline": {"schedule": schedule},
-            "activation_checkpointing": section,
-            "seed": 11,
-        }
+        model = tiny_gpt(here, sequence_parallel=shards, dropout=0.1, tie_word_embeddings=tied, chunks=chunks)
+        zero = {"stage": stage, "reduce_bucket_size": 2000}
+        config = small_config("AdamW", 1e-2, batch=SAMPLES, micro=1, zero=zero, schedule=schedule, seed=11)
+        config["activation_checkpointing"] = section
         engine, *_ = triax.initialize(model=model, config=config)
         share = SAMPLES // here.data.size
         mine = slice(here.data.rank * share, (here.data.rank + 1) * share)
@@ -149,13 +126,7 @@ def stage_three(replicas: int, section: dict[str, Any], sometimes: bool, **zero:
     plain = LayerSpec(nn.Linear, 64, 64, bias=False)
     layers = [plain, *(LayerSpec(Sometimes, i) if sometimes else plain for i in range(5))]
     model = PipelineModule(layers, grid=grid, loss_fn=lambda y, _: y.square().sum(), dtype=torch.float64)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 8,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
-        "zero_optimization": {"stage": 3, **zero},
-        "activation_checkpointing": section,
-    }
+    config = small_config(lr=0.0, micro=1, accumulation=8, zero={"stage": 3, **zero}, activation_checkpointing=section)
     engine, *_ = triax.initialize(model=model, config=config)
     generator = torch.Generator().manual_seed(1)
     data = torch.randn(16, 1, 64, generator=generator, dtype=torch.float64)

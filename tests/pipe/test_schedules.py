@@ -105,9 +105,11 @@ def test_interleaved_loses_no_time_where_p_does_not_divide_m(pipe: int, chunks: 
         assert peak(schedule) <= pipe + (pipe - 1) / chunks + 1e-9, m
 
 
-@pytest.mark.parametrize("pipe", [3, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (2, 4, 5, 6, 7, 8))])
-def test_interleaved_takes_any_number_of_microbatches(pipe: int) -> None:
-    for chunks, m in itertools.product(range(2, 9), range(1, 34)):
+@pytest.mark.parametrize(
+    ("pipe", "most"), [(3, 17), *(pytest.param(p, 33, marks=pytest.mark.exhaustive) for p in range(2, 9))]
+)
+def test_interleaved_takes_any_number_of_microbatches(pipe: int, most: int) -> None:
+    for chunks, m in itertools.product(range(2, 9), range(1, most + 1)):
         schedule = make_schedule("interleaved", pipe, m, chunks)
         verify(schedule)
         assert peak(schedule) <= pipe + (pipe - 1) / chunks + 1e-9, (m, chunks)

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -35,9 +36,12 @@ from triax.pipe.program.slices import equal_cost_slices, slice_bounds, slice_cos
 
 from support.command_line import run_triax
 from support.reference import gpt_logits
+from support.schedule_runner import assert_verify_accepts_what_runs, ops
 from support.toys import error_text
+from support.training import pipeline_engine
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+TWO_ROWS = triax.Batch(size=2, microbatch=1)
 VOCABULARY, LENGTH, ROWS, COUNT = 37, 17, 2, 4
 
 
@@ -133,10 +137,6 @@ def test_later_slices_cost_more() -> None:
     assert "0F6 (slice 2 of microbatch 1) runs from" in causes.explain(Op("F", 0, 6))
 
 
-def ops(text: str) -> tuple[Op, ...]:
-    return tuple(map(Op.parse, text.split()))
-
-
 @pytest.mark.parametrize(
     ("order", "words"),
     [
@@ -175,58 +175,9 @@ def mutant(seed: int) -> Schedule:
     return replace(made, orders=(*made.orders[:rank], tuple(order), *made.orders[rank + 1 :]))
 
 
-def runs(schedule: Schedule) -> bool:
-    """Execute a schedule with the numbers of the slices that have left keys, and gradients of them, on each stage."""
-    n, at = len(schedule.slices), [0] * schedule.pipe
-    keys: dict[tuple[int, int], list[int]] = {}  # stage, microbatch -> slices whose keys are there
-    gradients: dict[tuple[int, int], list[int]] = {}  # slices that have had their backward
-    weights: set[Op] = set()  # W that are to come
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(schedule.orders):
-            while at[rank] < len(order):
-                kind, stage, unit = order[at[rank]]
-                microbatch, part = divmod(unit, n)
-                seen, back = (each.setdefault((stage, microbatch), []) for each in (keys, gradients))
-                if kind == "F":
-                    if stage and part not in keys.get((stage - 1, microbatch), []):
-                        break
-                    if seen != list(range(part)):
-                        return False
-                    seen.append(part)
-                elif kind == "W":
-                    if Op("W", stage, unit) not in weights:
-                        return False
-                    weights.discard(Op("W", stage, unit))
-                else:
-                    if stage + 1 < schedule.stages and part not in gradients.get((stage + 1, microbatch), []):
-                        break
-                    if part not in seen or back != list(range(n - 1, part, -1)):
-                        return False
-                    back.append(part)
-                    if kind == "I":
-                        weights.add(Op("W", stage, unit))
-                at[rank] += 1
-                moved = True
-    done = sum(map(len, gradients.values())) == schedule.stages * schedule.passes
-    return done and not weights and all(i == len(order) for i, order in zip(at, schedule.orders, strict=True))
-
-
 @pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 2300), marks=pytest.mark.exhaustive)])
 def test_verify_accepts_the_orders_of_slices_that_run_alone(seeds: range) -> None:
-    accepted = 0
-    for seed in seeds:
-        schedule, reason = mutant(seed), ""
-        try:
-            verify(schedule)
-            verify(lower(schedule))
-        except ScheduleError as error:
-            reason = str(error)
-        assert runs(schedule) == (not reason), (seed, reason)
-        assert not reason or "rank" in reason
-        accepted += not reason
-    assert 0.1 * len(seeds) < accepted < 0.9 * len(seeds)
+    assert_verify_accepts_what_runs((mutant(seed), 0) for seed in seeds)
 
 
 def test_command_line_of_slices() -> None:
@@ -328,28 +279,22 @@ def make_engine(
     for parameter in model.parameters():  # at their initial size the branches hardly matter
         if parameter.dim() == 2:
             parameter.data *= 4
-    made = triax.Engine(
-        model,
-        optimizer=torch.optim.AdamW,
-        batch=triax.Batch(microbatch=ROWS, microbatches=COUNT // grid.data.size),
-        schedule=triax.ScheduleOptions.of({"name": name, "slices": slices, **options.pop("schedule", {})}),
-        zero=triax.Zero.of({"stage": stage}),
-        **{"clip": 0.5, **options},
-    )
-    assert isinstance(made, triax.PipelineEngine)
-    return made
+    schedule = triax.ScheduleOptions.of({"name": name, "slices": slices, **options.pop("schedule", {})})
+    batch = triax.Batch(microbatch=ROWS, microbatches=COUNT // grid.data.size)
+    others = {"optimizer": torch.optim.AdamW, "clip": 0.5, **options}
+    return pipeline_engine(model, batch, stage, schedule=schedule, **others)
 
 
 def train(grid: Grid, cell: Cell) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Return losses of two steps, gradients of the first, and weights after the second."""
+    """Return the losses of some steps and of an evaluation, gradients of the first step, and weights at the end."""
     kind, schedule, slices, others = cell
     others = dict(others)
-    packed, length = others.pop("packed", False), others.pop("length", LENGTH)
+    packed, length, steps = others.pop("packed", False), others.pop("length", LENGTH), others.pop("steps", 2)
     engine = make_engine(grid, kind, schedule, slices, **others)
     assert engine.program.schedule.offloads == ("schedule" in others)
     share, losses = COUNT * ROWS // grid.data.size, list[float]()
     gradients: dict[str, Tensor] = {}
-    for step in range(2):
+    for step in range(steps):
         ids, documents, labels = batch(step, length)
         rows = [
             ((ids[at], documents[at]) if packed else ids[at], labels[at])
@@ -363,14 +308,13 @@ def train(grid: Grid, cell: Cell) -> tuple[list[float], dict[str, Tensor], dict[
     return losses, gradients, engine.gather()
 
 
-def train_all(shape: dict[str, Any], cells: list[Cell]) -> list[Any]:
-    grid = Grid(**shape, timeout=100)
-    return [train(grid, cell) for cell in cells]
+def train_all(cells: list[tuple[dict[str, Any], Cell]]) -> list[Any]:
+    return [train(Grid(**shape, timeout=100), cell) for shape, cell in cells]
 
 
 def whole(cell: Cell) -> Cell:
     """Return the same job without slices, on one process."""
-    return cell[0], "1f1b", 1, {key: value for key, value in cell[3].items() if key in ("packed", "length")}
+    return cell[0], "1f1b", 1, {key: value for key, value in cell[3].items() if key in ("packed", "length", "steps")}
 
 
 _REFERENCES: dict[str, Any] = {}
@@ -387,19 +331,19 @@ def assert_equal_to_one_process(cells: list[Cell], found: list[Any]) -> None:
             torch.testing.assert_close(own, wanted, rtol=1e-9, atol=1e-11, msg=lambda text: f"{cell}: {text}")  # noqa: B023
 
 
-ALONE: list[Cell] = [
+ALONE: list[Cell] = [  # one step each, and several steps on ranks below
     ("gpt", "gpipe", 3, {"schedule": {"offload": {"device": "cpu", "copy_time": 0.01}}}),
     ("llama", "zb-h1", (3, 2, 1), {"packed": True, "recompute": {"enabled": True}}),
     ("window", "gpipe", 4, {"packed": True, "recompute": {"granularity": "selective"}}),
     ("mamba", "zb-h1", 3, {"packed": True, "recompute": {"enabled": True}}),
-    ("capped", "1f1b", (3, 2, 1), {}),
     ("experts", "zb-h1", (3, 2, 1), {"packed": True, "recompute": {"enabled": True}}),
     ("capped", "1f1b", 4, {"packed": True, "recompute": {"granularity": "selective"}}),
 ]
 
 
 def test_slices_on_one_process() -> None:
-    assert_equal_to_one_process(ALONE, [train(Grid(), cell) for cell in ALONE])
+    cells = [(*cell[:3], {**cell[3], "steps": 1}) for cell in ALONE]
+    assert_equal_to_one_process(cells, [train(Grid(), cell) for cell in cells])
 
 
 def test_slices_equal_plain_torch() -> None:
@@ -420,9 +364,9 @@ def test_slices_equal_plain_torch() -> None:
         torch.testing.assert_close(gradient, weights[name].grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-TWO: list[Cell] = [
-    ("gpt", "1f1b", 3, {"packed": True, "stage": 2}),
-    ("llama", "interleaved", 2, {"stage": 1}),
+TWO: list[tuple[dict[str, Any], Cell]] = [
+    ({"pipe": 2}, ("gpt", "1f1b", 3, {"packed": True, "stage": 2})),
+    ({"pipe": 2}, ("llama", "interleaved", 2, {"stage": 1})),
 ]
 FOUR: list[tuple[dict[str, Any], Cell]] = [
     ({"pipe": 2, "tensor": 2}, ("gpt", "1f1b", 3, {"length": 16, "sequence_parallel": True})),
@@ -431,16 +375,9 @@ FOUR: list[tuple[dict[str, Any], Cell]] = [
 ]
 
 
-def test_slices_on_two_ranks(ranks: Any) -> None:
-    assert_equal_to_one_process(TWO, ranks(2, train_all, {"pipe": 2}, TWO, timeout=150)[0])
-
-
-def train_each(cells: list[tuple[dict[str, Any], Cell]]) -> list[Any]:
-    return [train(Grid(**shape, timeout=100), cell) for shape, cell in cells]
-
-
-def test_slices_with_tensor_and_zero(ranks: Any) -> None:
-    assert_equal_to_one_process([cell for _, cell in FOUR], ranks(4, train_each, FOUR, timeout=150)[0])
+@pytest.mark.parametrize(("size", "cells"), [(2, TWO), (4, FOUR)], ids=["pipe", "tensor and ZeRO"])
+def test_slices_on_ranks_equal_one_process(ranks: Any, size: int, cells: list[tuple[dict[str, Any], Cell]]) -> None:
+    assert_equal_to_one_process([cell for _, cell in cells], ranks(size, train_all, cells, timeout=150)[0])
 
 
 @pytest.mark.exhaustive
@@ -456,7 +393,7 @@ def test_every_model_schedule_and_option(ranks: Any, kind: str) -> None:
             ({"pipe": 2, "data": 2}, (kind, name, (3, 1, 2, 2), {**common, "stage": number % 4})),
             ({"pipe": 4}, (kind, "1f1b" if name == "interleaved" else name, 4, common)),
         ]
-    assert_equal_to_one_process([cell for _, cell in cells], ranks(4, train_each, cells, timeout=600)[0])
+    assert_equal_to_one_process([cell for _, cell in cells], ranks(4, train_all, cells, timeout=600)[0])
 
 
 def test_held_slices_are_those_simulated() -> None:
@@ -489,12 +426,8 @@ def refused(layers: list[Any] | None = None, loss: Any = None, **options: Any) -
     given = decoder_layers(MODELS["llama"]) if layers is None else layers
     model = PipelineModule(given, grid=grid, loss_fn=loss or NextTokenLoss(grid, VOCABULARY))
     schedule = triax.ScheduleOptions.of({"name": "1f1b", "slices": 2, **options.pop("schedule", {})})
-    return error_text(
-        lambda: triax.Engine(
-            model, optimizer=torch.optim.SGD, batch=triax.Batch(size=2, microbatch=1), schedule=schedule, **options
-        ),
-        OptionError,
-    )
+    make = partial(pipeline_engine, model, TWO_ROWS, schedule=schedule, **options)
+    return error_text(make, OptionError)
 
 
 def test_slices_refuse_what_is_not_exact() -> None:
@@ -535,12 +468,7 @@ def on_two(pipe: int) -> list[str]:
         model = PipelineModule(stack, grid=grid, loss_fn=NextTokenLoss(grid, VOCABULARY), partition="uniform")
 
         def attempt(model: PipelineModule = model, slices: int = slices, tokens: int = tokens) -> None:
-            engine = triax.Engine(
-                model,
-                optimizer=torch.optim.SGD,
-                batch=triax.Batch(size=2, microbatch=1),
-                schedule=triax.ScheduleOptions(slices=slices),
-            )
+            engine = pipeline_engine(model, TWO_ROWS, schedule=triax.ScheduleOptions(slices=slices))
             row = torch.zeros(1, tokens, dtype=torch.int64)
             engine.train_batch(iter([(row, row)] * 2))
 
@@ -574,12 +502,8 @@ def test_layers_and_losses_of_users() -> None:
     def step(slices: int, loss: Callable[..., Any]) -> tuple[float, dict[str, Tensor]]:
         loss.token_wise = True  # type: ignore[attr-defined]
         layers = [LayerSpec(nn.Embedding, VOCABULARY, 8), LayerSpec(TokenWise), LayerSpec(nn.Linear, 8, VOCABULARY)]
-        engine = triax.Engine(
-            PipelineModule(layers, grid=Grid(), loss_fn=loss, dtype=torch.float64),
-            optimizer=torch.optim.SGD,
-            batch=triax.Batch(size=2, microbatch=1),
-            schedule=triax.ScheduleOptions(slices=slices),
-        )
+        module = PipelineModule(layers, grid=Grid(), loss_fn=loss, dtype=torch.float64)
+        engine = pipeline_engine(module, TWO_ROWS, schedule=triax.ScheduleOptions(slices=slices))
         ids, _, _ = batch(0, 7)
         value = engine.train_batch(iter([(ids[i : i + 1], ids[i + 2 : i + 3]) for i in range(2)]))
         return value.item(), engine.gather("gradients")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from triax.plugins.plan.parallel_layout import ParallelLayout
 from triax.plugins.plan.state_memory import StateOptions
 from triax.testing.pool import RankFailure
 
-from support.training import microbatches, text_batches
+from support.training import SGD, microbatches, pipeline_engine, text_batches
 
 VOCABULARY, SAMPLES, LENGTH = 37, 8, 12
 LLAMA = LlamaConfig.preset("llama-tiny", num_hidden_layers=4, vocab_size=VOCABULARY)
@@ -44,16 +43,8 @@ def engine_of(
         dtype=torch.float64,
         seed=5,
     )
-    engine = triax.Engine(
-        model,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        batch=triax.Batch(size=SAMPLES, microbatch=size),
-        schedule=schedule,
-        zero=triax.Zero(stage=stage),
-        recompute=recompute,
-    )
-    assert isinstance(engine, triax.PipelineEngine)
-    return engine
+    batch = triax.Batch(size=SAMPLES, microbatch=size)
+    return pipeline_engine(model, batch, stage, schedule=schedule, recompute=recompute)
 
 
 def both(
@@ -134,7 +125,7 @@ def module_step(tile: int | None, p: float = 0.0, grid: Grid | None = None) -> d
     model = nn.Sequential(Wide(p), nn.Tanh(), Wide()).double()
     engine = triax.Engine(
         model,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
+        optimizer=SGD,
         batch=triax.Batch(size=2, microbatch=2),
         recompute=Recomputation(mlp_tile=tile),
         grid=grid,

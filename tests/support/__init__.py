@@ -10,9 +10,11 @@ Models, batches and comparison
     hub_cache.py: the Hugging Face Hub without a network
 
 Training on ranks
-    training.py: ``train`` of a pipeline, ``train_module``, ``train_plain`` of one process, in one form: ``Step``
+    training.py: ``train`` of a pipeline, ``train_module``, ``train_plain`` of one process, in one form: ``Step``; their
+        models, engines and configurations: ``tiny_gpt``, ``pipeline_engine``, ``module_engine``, ``small_config``
+    rank_checks.py: errors of every rank, warnings that triax logs, float64 by default
     pipeline_jobs.py, module_training.py, module_jobs.py: small pipelines and plain modules, and their engines
-    checkpoint_jobs.py, small_checkpoints.py: training jobs that are saved, loaded and compared
+    checkpoint_jobs.py, small_checkpoints.py: jobs that are saved, loaded and compared; engines of one layer, indices
     sharded_loops.py, gradient_loops.py, quantized_layers.py: loops with ShardedOptimizer, engines of ZeRO++
     local_training.py, replica_jobs.py: replicas that step alone, replicas as processes that tests kill
     decoder_runs.py, five_axes.py: decoders on any grid, one model on any grid of five axes, beside one process
@@ -27,6 +29,7 @@ References that share nothing with triax
     compression_references.py, onebit_references.py, foreign_optimizers.py: compression and optimizers by their papers
     paper_formulas.py, published_runs.py, planned_traffic.py: memory, times and bytes by their papers and tables
     exact_schedules.py: optimal schedules by a solver of constraints
+    schedule_runner.py: schedules executed op by op
     exact_norms.py, trainer_in_float64.py, trl_in_float64.py: transformers and TRL without their roundings
     horovod_models.py, horovod_example.py, deepspeed_arguments.py, configuration_files.py: Horovod's and DeepSpeed's
 

@@ -13,11 +13,7 @@ from triax import Grid, LayerSpec, PipelineModule
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 WIDTH, STEPS, SAMPLES, LR = 6, 12, 8, 0.2
-
-
 Gradients = dict[str, Tensor]
-
-
 Reference = Callable[[list[Gradients]], Gradients]
 
 
@@ -105,11 +101,7 @@ def assert_same(found: Trace, wanted: Trace) -> None:
 
 
 TOPK = {"type": "topk", "ratio": 0.05}
-
-
 FULL = {"type": "topk", "ratio": 0.03, "momentum": 0.7, "clip": 0.2, "warmup_steps": 6, "start_step": 2}
-
-
 POWER = {"type": "powersgd", "rank": 1, "min_compression": 2.0}
 
 

@@ -14,8 +14,6 @@ from triax import Grid, LayerSpec, PipelineModule
 from support.toys import mean_loss
 
 WIDTH = 3
-
-
 TUTORIAL = """{
   // as DeepSpeed's pages have it; "a comment" is none: {
   "train_batch_size": 16,  # sixteen samples // a step

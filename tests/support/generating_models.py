@@ -13,11 +13,7 @@ from triax.pipe.module import PipelineModule
 
 # Vocabularies that the tensor axis does not divide; fewer heads of keys and values than tensor ranks.
 GPT = GPTConfig(vocab_size=53, max_position_embeddings=32, hidden_size=24, num_hidden_layers=3, num_attention_heads=4)
-
-
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [50] * 7, [11, 12, 13], [2, 1], [33] * 12, [0, 52, 0]]
-
-
 LIMITS = [5, 9, 3, 12, 1, 20, 8, 10]
 
 

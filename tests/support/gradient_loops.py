@@ -11,11 +11,7 @@ import triax
 from triax import Grid
 
 WIDTH, MICRO, LIMIT = 5, 3, 0.05
-
-
 OPTIONS: Any = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-
-
 REFUSED = r"(p\.grad of \S+ was (read or changed|assigned).*[Cc]all (engine|optimizer)\.clip_grad_norm_\(max_norm\))"
 
 

@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-
-
 _GPT2 = {"n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 8, "resid_pdrop": 0.0} | _NO_TOKENS
-
-
 _LLAMA = {
     "hidden_size": 32,
     "intermediate_size": 44,
@@ -21,7 +17,6 @@ _LLAMA = {
     "num_attention_heads": 8,
     "max_position_embeddings": 32,
 } | _NO_TOKENS
-
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", _GPT2 | {"vocab_size": 53}),

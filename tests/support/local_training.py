@@ -13,20 +13,10 @@ from triax import Grid, initialize
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 
 VOCABULARY, LENGTH, SAMPLES, STEPS = 13, 5, 48, 7
-
-
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
-
-
 SGD: dict[str, Any] = {"type": "SGD", "params": {"lr": 0.2, "momentum": 0.9}}
-
-
 OUTER = {"outer_lr": 0.6, "outer_momentum": 0.8}
-
-
 Weights = dict[str, Tensor]
-
-
 Case = tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]  # grid, local_updates, optimizer
 
 

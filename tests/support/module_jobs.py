@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from triax import initialize
 
 from support.module_training import CLIP, OPTIMIZERS, STEPS, config, groups, microbatch, net
+from support.training import train_plain
 
 Trace = list[tuple[dict[str, Tensor], dict[str, Tensor], float]]  # of each step: gradients, weights, norm
 
 
 def plain(kind: str, replicas: int, accumulation: int) -> Trace:
     """Reference run: one process, torch's own optimizer, and the mean of all microbatches' losses."""
-    model = net()
-    cls, options = OPTIMIZERS[kind]
-    optimizer = cls(groups(model), **options)
-    trace = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for index in range(accumulation):
-            for replica in range(replicas):
-                x, y = microbatch(step, index, replica)
-                ((model(x, times=0.9) - y).square().mean() / replicas / accumulation).backward()
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        norm = nn.utils.clip_grad_norm_(trained.values(), CLIP).item()
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
-        optimizer.step()
-        trace.append((gradients, {n: p.detach().clone() for n, p in model.named_parameters()}, norm))
-    return trace
+    model, (cls, options) = net(), OPTIMIZERS[kind]
+    places = list(itertools.product(range(accumulation), range(replicas)))
+    batches = [[microbatch(step, *place) for place in places] for step in range(STEPS)]
+    forward = partial(model, times=0.9)
+    steps = train_plain(model, partial(cls, **options), batches, clip=CLIP, parameters=groups(model), forward=forward)
+    return [(step.gradients, step.weights, step.norm) for step in steps]
 
 
 def one(settings: dict[str, Any] | None = None, **others: Any) -> Any:

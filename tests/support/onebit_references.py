@@ -17,18 +17,12 @@ from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from support.toys import mean_loss
 
 WIDTH, BATCH, STEPS = 6, 8, 13
-
-
 FREEZE = 3
-
-
 PARAMS: dict[str, dict[str, Any]] = {
     "OneBitAdam": {"freeze_step": FREEZE},
     "ZeroOneAdam": {"var_freeze_step": 6, "var_update_scaler": 2, "local_step_scaler": 1, "local_step_clipper": 3},
     "OneBitLamb": {"freeze_step": FREEZE, "factor_threshold": 0.3},
 }
-
-
 Trace = list[dict[str, Tensor]]  # weights after each step
 
 
@@ -187,8 +181,6 @@ class Reference:
 
 
 VARIANCE_STEPS = (1, 2, 3, 5)  # k_0 = 1; k_{j+1} - k_j = 2^(j // 2); and none after step 6: 7 would be the next
-
-
 MEETINGS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12)  # behind step 6: one apart, then two (8), then three at the most (9, 12)
 
 

@@ -15,8 +15,6 @@ from triax.grid.randomness.random import Dropout
 from support.toys import mean_loss
 
 WIDTH = 4
-
-
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 4,

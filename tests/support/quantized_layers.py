@@ -37,9 +37,5 @@ def made(grid: Grid, zero: dict[str, Any], **config: Any) -> triax.PipelineEngin
 
 
 QWZ, QGZ, HPZ = "zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size"
-
-
 PLAIN: dict[str, Any] = {"stage": 3}
-
-
 ALL: dict[str, Any] = {"stage": 3, QWZ: True, QGZ: True}

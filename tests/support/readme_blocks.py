@@ -9,6 +9,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from support.paths import DOCS
 
 from support.paths import DOCS
 from support.processes import program
@@ -37,6 +40,19 @@ def blocks(text: str) -> list[Block]:
             held.append(line)
     assert not start, f"the block that starts in line {start} never ends"
     return found
+
+
+def block_of(page: str, start: str) -> str:
+    """Return the code block of a page of docs/ that starts with a text."""
+    return next(block.text for block in blocks((DOCS / page).read_text()) if block.text.startswith(start))
+
+
+def steps_of_program(source: str, folder: str, engine: str) -> int:
+    """Run a program in a folder, and return the steps that its engine of this name has taken."""
+    os.chdir(folder)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, "program of the docs", "exec"), space)
+    return int(space[engine].global_steps)
 
 
 def programs(text: str) -> dict[str, str]:

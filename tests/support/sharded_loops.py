@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+from triax import Grid
+from triax.zero import ShardedOptimizer
 
 WIDTH, SAMPLES, STEPS = 6, 4, 4  # samples of a backward pass of one replica
 
@@ -62,3 +67,9 @@ def backward(model: nn.Module, batch: tuple[Tensor, Tensor, int]) -> Tensor:
     loss = loss_of(model, batch)
     loss.backward()
     return loss
+
+
+def sharded_sgd(model: nn.Module, grid: Grid, stage: int = 3, lr: float = 0.1, **more: Any) -> ShardedOptimizer:
+    """Return a ShardedOptimizer of all parameters with SGD."""
+    parameters = list(model.parameters())
+    return ShardedOptimizer(torch.optim.SGD, parameters, grid, stage=stage, module=model, lr=lr, **more)

@@ -97,8 +97,6 @@ def model_of(case: str = "gpt2") -> Any:
 
 
 TARGETS = {"gpt2": ["c_attn", "mlp.c_proj"], "llama": ["q_proj", "v_proj", "o_proj", "down_proj"]}
-
-
 SECTION = {"rank": 2, "alpha": 6}
 
 

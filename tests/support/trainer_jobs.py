@@ -14,11 +14,7 @@ import triax
 from support.huggingface_models import read_back
 
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-
-
 _NO_DROPOUT = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-
-
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2Config",
@@ -40,8 +36,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | _NO_TOKENS,
     ),
 }
-
-
 STEPS, BATCH, ACCUMULATION = 20, 4, 2  # the batch of all replicas
 
 

@@ -17,6 +17,8 @@ from triax.tensor_parallel.plans import Column, KeyValue, Local, Row
 from triax.zero import ShardedOptimizer, gathered
 
 from support.sharding_plans import PLAN, Model, worst
+from support.toys import error_text
+from support.training import small_config
 
 # An odd vocabulary, an MLP whose width 2 and 4 do not divide, 6 heads: uneven over 4 ranks.
 SMALL: dict[str, dict[str, Any]] = {
@@ -27,7 +29,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "bert": {"num_attention_heads": 4, "intermediate_size": 37},
 }
 
-
 _COMMON = {
     "vocab_size": 43,
     "hidden_size": 24,
@@ -36,11 +37,7 @@ _COMMON = {
     "num_attention_heads": 6,
     "max_position_embeddings": 16,
 }
-
-
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
-
-
 _NO_DROPOUT = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 3},
@@ -49,20 +46,13 @@ _NO_DROPOUT = {
 
 def make(family: str, **changes: Any) -> nn.Module:
     """A small random model of a family, in float64, the same wherever it is made."""
-    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-    names = {
-        "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
-        "llama": ("LlamaConfig", "LlamaForCausalLM"),
-        "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
-        "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
-        "bert": ("BertConfig", "BertForMaskedLM"),
-    }
-    config, model = (getattr(transformers, name) for name in names[family])
     common = {} if family == "gpt2" else _COMMON
-    torch.manual_seed(3)
     options = common | SMALL[family] | _NO_TOKENS | _NO_DROPOUT.get(family, {}) | changes
-    made: nn.Module = model(config(**options)).double()
+    torch.manual_seed(3)
+    auto = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
+    made: nn.Module = auto.from_config(AutoConfig.for_model(family, **options)).double()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)  # biases and norms are no longer 0 and 1
@@ -229,12 +219,7 @@ def one_step_of_the_engine(sizes: tuple[int, int, int]) -> dict[str, float]:
 
     engine, *_ = triax.initialize(
         model=triax.PipelineModule([model], grid=grid, loss_fn=loss_fn),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 1,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 2},
-        },
+        config=small_config(micro=2, accumulation=1, stage=2),
     )
     mine = slice(grid.data.rank * 2, grid.data.rank * 2 + 2)
     engine.train_batch(iter([(ids[mine], labels[mine])]))
@@ -343,9 +328,7 @@ def over_adapters() -> str:
         if parameter.requires_grad:
             right = layout_of(own[name]).shard(parameter.grad, grid.tensor.rank, 2)
             torch.testing.assert_close(own[name].grad, right, rtol=0, atol=1e-10, msg=name)
-    with pytest.raises(TypeError) as caught:
-        parallelize(models[0], grid, {"*.q_proj": "column"})
-    return str(caught.value)
+    return error_text(lambda: parallelize(models[0], grid, {"*.q_proj": "column"}), TypeError)
 
 
 def test_adapters_of_peft_are_sharded_with_their_layers(ranks: Any) -> None:

@@ -15,9 +15,8 @@ from triax.base.deferred import Deferred
 from triax.grid import Grid
 from triax.grid.comm.axis import Axis
 from triax.grid.layout import Layout, layout_of
-from triax.models.gpt import GPTBlock, GPTConfig, GPTLoss, gpt_layers
+from triax.models.gpt import GPTBlock, GPTConfig
 from triax.pipe.backward import SplitBackward, deferring
-from triax.pipe.module import PipelineModule
 from triax.tensor_parallel import (
     ColumnParallelLinear,
     LayerNorm,
@@ -29,8 +28,9 @@ from triax.tensor_parallel import (
 )
 from triax.tensor_parallel.column import column_linears
 
-from support.gpt_batches import LENGTH, SAMPLES, VOCABULARY, assert_close, batches, microbatches
+from support.gpt_batches import SAMPLES, VOCABULARY, assert_close, batches, microbatches
 from support.reference import train_gpt
+from support.training import small_config, tiny_gpt
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 BATCH, TOKENS, DIM, HEAD, HEADS, VOCAB = 3, 8, 12, 3, 9, 37  # 9 heads over 2, 4 and 8 ranks, 37 words: all uneven
@@ -375,33 +375,10 @@ def test_autocast_chooses_the_dtype(ranks: Any) -> None:
 
 def train(schedule: str, chunks: int, grid: tuple[int, int, int], stage: int) -> Any:
     here = Grid(*grid, timeout=60)
-    config = GPTConfig(
-        vocab_size=VOCABULARY,
-        max_position_embeddings=LENGTH,
-        hidden_size=16,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-    )
-    module = PipelineModule(
-        gpt_layers(config, sequence_parallel=True),
-        grid=here,
-        loss_fn=GPTLoss(here, vocab_size=VOCABULARY),
-        seed=7,
-        dtype=torch.float64,
-        chunks=chunks,
-    )
-    engine, *_ = triax.initialize(
-        model=module,
-        config={
-            "train_batch_size": SAMPLES,
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_clipping": 0.5,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": 2000},
-            "pipeline": {"schedule": schedule},
-            "seed": 11,
-        },
-    )
+    module = tiny_gpt(here, sequence_parallel=True, num_attention_heads=8, chunks=chunks)
+    zero, params = {"stage": stage, "reduce_bucket_size": 2000}, {"weight_decay": 0.1}
+    config = small_config("AdamW", 1e-2, batch=SAMPLES, micro=1, zero=zero, clip=0.5, schedule=schedule, params=params)
+    engine, *_ = triax.initialize(model=module, config=config)
     data, initial, steps = microbatches(here), engine.gather(), []
     for _ in range(2):
         loss = engine.train_batch(data).item()

@@ -18,6 +18,7 @@ from triax.grid.layout import set_layout
 from triax.zero.flat import Item, plan
 
 from support.toys import random_pair
+from support.training import SGD, mean_square, small_config, train_plain, whole_batches
 
 WIDTH = 6
 
@@ -108,12 +109,7 @@ def batch() -> tuple[Tensor, Tensor]:
 def reduced(grid: tuple[int, int, int], stage: int, bucket: int) -> Any:
     here = Grid(*grid, timeout=60)
     model = PipelineModule(layers(), grid=here, loss_fn=loss_fn, dtype=torch.float64, partition="uniform")
-    config = {
-        "train_batch_size": 8,
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket},
-    }
+    config = small_config("AdamW", lr=0.01, batch=8, micro=1, zero={"stage": stage, "reduce_bucket_size": bucket})
     engine, optimizer, *_ = triax.initialize(model=model, config=config)
 
     def data() -> Iterator[tuple[Tensor, Tensor]]:
@@ -164,12 +160,7 @@ def overlapped() -> list[str]:
     """Return the calls, in order, in the last backward of a rank that has three buckets."""
     here = Grid(data=2, timeout=60)
     model = PipelineModule([LayerSpec(nn.Linear, 4, 4) for _ in range(3)], grid=here, loss_fn=loss_fn)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": 20},
-    }
+    config = small_config(micro=1, accumulation=2, zero={"stage": 1, "reduce_bucket_size": 20})
     engine, *_ = triax.initialize(model=model, config=config)
     calls: list[str] = []
     start = here.data.reduce_scatter
@@ -217,15 +208,15 @@ class Quantised(nn.Module):
 
 def quantised_engine(grid: Grid, seed: int, stage: int, bf16: bool) -> triax.ModuleEngine:
     torch.manual_seed(seed)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": bf16},
-    }
+    config = small_config(micro=4, stage=stage, bf16={"enabled": bf16})
     made = triax.initialize(model=Quantised(seed).double(), config=config, grid=grid)[0]
     assert isinstance(made, triax.ModuleEngine)
     return made
+
+
+def inputs(step: int, replica: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
 
 
 def integers(stage: int, bf16: bool, folder: str) -> dict[str, Tensor]:
@@ -233,9 +224,7 @@ def integers(stage: int, bf16: bool, folder: str) -> dict[str, Tensor]:
     grid = Grid(timeout=60)
     made = quantised_engine(grid, grid.data.rank, stage, bf16)
     for step in range(2):
-        generator = torch.Generator().manual_seed(10 * step + grid.data.rank)
-        x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
-        made.backward(made(x).square().mean())
+        made.backward(made(inputs(step, grid.data.rank)).square().mean())
         made.step()
     found = made.gather()
     assert made.save_checkpoint(folder)
@@ -256,14 +245,7 @@ def test_integer_parameters_stay_what_they_are(
 ) -> None:
     torch.manual_seed(0)
     made = Quantised(0).double()
-    optimizer = torch.optim.SGD([p for p in made.parameters() if p.requires_grad], lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        for replica in range(replicas):
-            generator = torch.Generator().manual_seed(10 * step + replica)
-            x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
-            (made(x).square().mean() / replicas).backward()
-        optimizer.step()
+    train_plain(made, SGD, whole_batches(inputs, 2, replicas), mean_square)
     for found in ranks(replicas, integers, stage, bf16, str(tmp_path)):
         for name, wanted in made.state_dict().items():
             if wanted.is_floating_point():
@@ -292,12 +274,7 @@ def pipelined_integers(stage: int) -> None:
             loss_fn=lambda o, y: (o - y).square().mean(),
             device=device,
         )
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage},
-            "bf16": {"enabled": True},
-        }
+        config = small_config(micro=2, stage=stage, bf16={"enabled": True})
         made = triax.initialize(model=model, config=config)[0]
         x = torch.randn(2, 2, WIDTH).bfloat16()
         made.train_batch(iter([(x[0], x[1])]))

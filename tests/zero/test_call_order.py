@@ -19,7 +19,11 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.grid.agreement import call_order
 from triax.testing.pool import RankFailure
-from triax.zero import ShardedOptimizer, gathered
+from triax.zero import gathered
+
+from support.sharded_loops import sharded_sgd
+from support.toys import error_text
+from support.training import SGD, mean_square, module_engine, pipeline_engine, train_plain
 
 WIDTH = 6
 
@@ -52,32 +56,18 @@ def batch(step: int, replica: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def config(**more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, **more},
-    }
-
-
 def plainly(sizes: Sequence[int], plan: Plan) -> dict[str, Tensor]:
-    made = branches(sizes)
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-    for step, chosen in enumerate(plan):
-        optimizer.zero_grad()
-        for replica, mine in enumerate(chosen):
-            (made(batch(step, replica), mine).square().mean() / len(chosen)).backward()
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in made.named_parameters()}
+    batches = [[(batch(step, i), mine, None) for i, mine in enumerate(chosen)] for step, chosen in enumerate(plan)]
+    return train_plain(branches(sizes), SGD, batches, mean_square)[-1].weights
 
 
 def trained(sizes: Sequence[int], plan: Plan, how: str) -> dict[str, Tensor]:
     """Train by an engine, or in a plain loop; an evaluation of other branches runs before every second step."""
     grid, made = Grid(timeout=600), branches(sizes)
     if how == "plain loop":
-        optimizer = ShardedOptimizer(torch.optim.SGD, made.parameters(), grid, stage=3, module=made, lr=0.1)
+        optimizer = sharded_sgd(made, grid)
     else:
-        engine = triax.initialize(model=made, config=config(stage3_keep_gathered=how == "kept"), grid=grid)[0]
+        engine = module_engine(made, grid, 4, stage3_keep_gathered=how == "kept")
     for step, chosen in enumerate(plan):
         if step % 2:
             with torch.no_grad():
@@ -105,9 +95,7 @@ def test_replicas_may_run_other_units_in_each_step(ranks: Any, size: int, how: s
 
 
 def refused(job: Any, *args: Any) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        job(*args)
-    return str(caught.value)
+    return error_text(lambda: job(*args), RuntimeError)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +126,7 @@ def test_replicas_that_run_other_units_stop_and_name_them(
 def alone(does: str, folder: str) -> None:
     """Run the module on the first rank alone, while the others go on."""
     grid, made = Grid(timeout=600), branches([8, 8])
-    engine = triax.initialize(model=made, config=config(), grid=grid)[0]
+    engine = module_engine(made, grid, 4)
 
     def step(number: int) -> None:
         engine.backward(engine(batch(number, grid.data.rank), [0, 1]).square().mean())
@@ -166,7 +154,7 @@ def evaluates_alone() -> None:
     grid = Grid(pipe=2, data=2, timeout=600)
     layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)]
     module = PipelineModule(layers, grid=grid, loss_fn=nn.MSELoss())
-    engine = triax.initialize(model=module.double(), config={**config(), "gradient_accumulation_steps": 2})[0]
+    engine = pipeline_engine(module.double(), triax.Batch(microbatch=4, microbatches=2), 3)
     data = iter(lambda: (batch(0, grid.data.rank), batch(1, grid.data.rank)), None)
     engine.train_batch(data)
     if grid.data.rank == 1:
@@ -196,7 +184,7 @@ class Printed(io.StringIO):
 def late(file: Path) -> str:
     """Run the module on the first rank, while the other is still elsewhere; return what it prints."""
     grid, made = Grid(timeout=600), branches([8, 8])
-    engine = triax.initialize(model=made, config=config(), grid=grid)[0]
+    engine = module_engine(made, grid, 4)
     call_order._LONG, usual = 0.5, call_order._LONG
     try:
         with contextlib.redirect_stderr(Printed(file)) as printed, torch.no_grad():
@@ -219,7 +207,7 @@ def test_a_rank_that_waits_long_says_for_whom(ranks: Any, tmp_path: Path) -> Non
 def stopped() -> None:
     """Run the module on the first rank, while the system has stopped the other one, whose threads answer nothing."""
     grid, made = Grid(timeout=3), branches([8, 8])
-    engine = triax.initialize(model=made, config=config(), grid=grid)[0]
+    engine = module_engine(made, grid, 4)
     if grid.rank:
         os.kill(os.getpid(), signal.SIGSTOP)
     engine.module(batch(0, grid.data.rank), [0, 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from triax.base.errors import ConfigError
 from triax.compat.deepspeed.from_config import read_config
 from triax.pipe.program.draw import chrome_trace
 
-from support.toys import random_pair, summed_loss
+from support.toys import error_text, mean_loss, random_pair, summed_loss
+from support.training import train_plain
 
 WIDTH, LAYERS, MICROBATCHES, REPLICAS, STEPS = 32, 4, 2, 2, 2
 WEIGHT, BIAS = WIDTH * WIDTH, WIDTH  # elements, both multiples of every padding on two replicas
@@ -83,17 +85,10 @@ def trained(shape: tuple[int, int, int], cases: list[tuple[dict[str, Any], dict[
 
 
 def reference() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Run the steps in plain PyTorch."""
+    """Return the last step's gradients of plain PyTorch, and the weights after it."""
     model = PipelineModule([LayerSpec(Layer) for _ in range(LAYERS)], dtype=torch.float64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    x, y = batch()
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        value, weight = summed_loss(model(x), y)
-        (value / weight).backward()
-        optimizer.step()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return gradients, {name: p.detach().clone() for name, p in model.named_parameters()}
+    *_, last = train_plain(model, partial(torch.optim.AdamW, lr=0.01), [[batch()]] * STEPS, mean_loss)
+    return last.gradients, last.weights
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -262,15 +257,11 @@ def unused(strict: bool) -> str:
     grid = Grid(data=REPLICAS, timeout=60)
     zero = {"stage": 1, "ignore_unused_parameters": not strict}
     made = engine(grid, zero, [LayerSpec(Layer), LayerSpec(Idle)])
-    try:
-        made.train_batch(data(grid))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return error_text(lambda: made.train_batch(data(grid)), RuntimeError)
 
 
 def test_an_unused_parameter_is_an_error_where_it_was_to_be(ranks: Any) -> None:
-    assert ranks(REPLICAS, unused, False) == [""] * REPLICAS
+    assert ranks(REPLICAS, unused, False) == ["no error"] * REPLICAS
     for message in ranks(REPLICAS, unused, True):
         assert "1 parameters got no gradient in this step: layers.1.idle" in message
         assert "allow_unused" in message

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from triax import Grid
-from triax.zero import ShardedOptimizer, gathered
+from triax.zero import gathered
 
+from support.sharded_loops import sharded_sgd
 from support.toys import same
 
 WIDTH, DEPTH, STEPS = 6, 4, 3
@@ -59,9 +60,7 @@ def goes_on(stage: int) -> list[dict[str, Tensor]]:
     found = []
     for fails in range(DEPTH):
         grid, model = Grid(timeout=20), blocks()
-        optimizer = ShardedOptimizer(
-            torch.optim.SGD, model.parameters(), grid, stage=stage, module=model, lr=0.1, bucket_size=50
-        )
+        optimizer = sharded_sgd(model, grid, stage=stage, bucket_size=50)
         for step in range(STEPS):
             model.fails = fails if step == 1 else None
             optimizer.zero_grad()

@@ -25,9 +25,12 @@ from support.foreign_optimizers import (
     Foreign,
     ScheduleFree,
 )
-from support.toys import mean_loss
+from support.toys import error_text, mean_loss
+from support.training import train_plain
 
-WIDTH, BATCH, STEPS = 6, 8, 6
+# (stage, pipe) before and after a checkpoint, on two ranks; pipe 0 is a plain module.
+Resume = tuple[tuple[int, int], tuple[int, int]]
+WIDTH, BATCH, STEPS = 6, 8, 4
 
 
 class Start(nn.Linear):
@@ -122,7 +125,7 @@ def train(engine: Any, steps: range) -> dict[str, Tensor]:
     return engine_weights(engine)
 
 
-def resumed(make: Any, first: tuple[int, int], second: tuple[int, int], folder: str) -> list[dict[str, Tensor]]:
+def resumed(make: Any, first: tuple[int, int], second: tuple[int, int], folder: Path) -> list[dict[str, Tensor]]:
     """Train half of the steps in one stage and on one grid, and the others after a checkpoint on another one."""
     engine = new_engine(make, *first)
     half = train(engine, range(STEPS // 2))
@@ -130,6 +133,12 @@ def resumed(make: Any, first: tuple[int, int], second: tuple[int, int], folder: 
     other = new_engine(make, *second)
     other.load_checkpoint(folder)
     return [half, train(other, range(STEPS // 2, STEPS))]
+
+
+def every_way(make: Any, resumes: list[Resume], stages: range, folder: Path) -> list[list[dict[str, Tensor]]]:
+    """Train by engines, each resumed in another way, and by ShardedOptimizer in some stages."""
+    runs = [resumed(make, *way, folder / str(number)) for number, way in enumerate(resumes)]
+    return runs + [sharded(make, stage) for stage in stages]
 
 
 def sharded(make: Any, stage: int) -> list[dict[str, Tensor]]:
@@ -162,34 +171,24 @@ def sharded(make: Any, stage: int) -> list[dict[str, Tensor]]:
     return [half, run(other, loaded, range(STEPS // 2, STEPS))]
 
 
-def refusal(job: Any, *arguments: Any) -> str:
-    try:
-        job(*arguments)
-    except ConfigError as error:
-        return str(error)
-    return ""
+def refusals(cases: list[Any]) -> list[str]:
+    return [error_text(partial(job, *arguments), ConfigError) for job, *arguments in cases]
 
 
 def same(found: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> None:
-    for mine, its in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
-# (stage, pipe) before and after the checkpoint, on two ranks; pipe 0 is a plain module.
-RESUMES = [((0, 0), (3, 0)), ((3, 0), (1, 0)), ((2, 0), (0, 0)), ((0, 2), (2, 1)), ((3, 1), (0, 2))]
-AROUND = (torch.optim.AdamW, torch.optim.Adagrad)
+RESUMES: list[Resume] = [((0, 0), (3, 0)), ((3, 0), (1, 0)), ((2, 0), (0, 0)), ((0, 2), (2, 1)), ((3, 1), (0, 2))]
 
 
-@pytest.mark.parametrize("kind", [*ELEMENTS, *AROUND], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*ELEMENTS, torch.optim.Adagrad], ids=lambda kind: kind.__name__)
 def test_numbers_of_every_kind_are_kept_and_resumed(ranks: Any, kind: Any, tmp_path: Path) -> None:
     """Counters of groups were reset in each step, and lost by a resume; so were those of the object."""
     make = partial(kind, lr=0.05)
     wanted = reference(make)
-    for number, (first, second) in enumerate(RESUMES):
-        for found in ranks(2, resumed, make, first, second, str(tmp_path / str(number))):
-            same(found, wanted)
-    for stage in range(4):
-        for found in ranks(2, sharded, make, stage):
+    for runs in ranks(2, every_way, make, RESUMES, range(4), tmp_path):
+        for found in runs:
             same(found, wanted)
 
 
@@ -221,18 +220,13 @@ def in_groups(pipe: int, folder: str, half: bool) -> dict[str, Tensor]:
 def test_a_group_that_only_some_stages_have(ranks: Any, tmp_path: Path) -> None:
     """The first rank has no tensor of a group, and its count, 0, went into the checkpoint's header."""
     model = Plain()
-    optimizer = CountsWhereItSteps(
-        [{"params": [*list(model.parameters())[:4]]}, {"params": [*list(model.parameters())[4:]], "lr": 0.1}]
-    )
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        x, y = samples(step)
-        mean_loss(model(x), y).backward()
-        optimizer.step()
+    first, last = list(model.parameters())[:4], list(model.parameters())[4:]
+    batches, groups = [[samples(step)] for step in range(STEPS)], [{"params": first}, {"params": last, "lr": 0.1}]
+    wanted = train_plain(model, CountsWhereItSteps, batches, parameters=groups)[-1].weights
     ranks(2, in_groups, 2, str(tmp_path / "a"), True)
     for pipe in (1, 2):
         for found in ranks(2, in_groups, pipe, str(tmp_path / "a"), False):
-            same([found], [dict(model.named_parameters())])
+            same([found], [wanted])
 
 
 @pytest.mark.parametrize("kind", [*WHOLE, *MODEL], ids=lambda kind: kind.__name__)
@@ -240,30 +234,29 @@ def test_what_no_flat_shard_can_hold_steps_whole_or_is_refused(ranks: Any, kind:
     """A number for each block, row or tensor was wrong from stage 0 on, without a word."""
     whole = kind in WHOLE
     wanted = reference(kind)
-    for first, second in [((0, 0), (0, 0)), ((0, 2 if whole else 1), (0, 1))]:
-        for found in ranks(2, resumed, kind, first, second, str(tmp_path / f"{first}")):
+    resumes: list[Resume] = [((0, 0), (0, 0)), ((0, 2 if whole else 1), (0, 1))]
+    for runs in ranks(2, every_way, kind, resumes, range(1), tmp_path):
+        for found in runs:
             same(found, wanted)
-    for found in ranks(2, sharded, kind, 0):
-        same(found, wanted)
-    for stage in (1, 2, 3):
-        for job in ((new_engine, kind, stage, 0), (new_engine, kind, stage, 1), (sharded, kind, stage)):
-            for text in ranks(2, refusal, *job):
+    cases: list[Any] = [(new_engine, kind, stage, pipe) for stage in (1, 2, 3) for pipe in (0, 1)]
+    cases += [(sharded, kind, stage) for stage in (1, 2, 3)] + [(new_engine, kind, 0, 2)] * (not whole)
+    for texts in ranks(2, refusals, cases):
+        for (_, _, stage, *_), text in zip(cases, texts, strict=True):
+            if stage:
                 assert f"{kind.__name__} has to step" in text and f"stage {stage} shards them: set stage 0" in text
-    if not whole:
-        assert all(
-            "set pipe" in text or "make a grid of pipe 1" in text for text in ranks(2, refusal, new_engine, kind, 0, 2)
-        )
+            else:
+                assert "set pipe" in text or "make a grid of pipe 1" in text
 
 
 @pytest.mark.parametrize(("kind", "words"), REFUSED.items(), ids=lambda each: getattr(each, "__name__", ""))
 def test_what_cannot_be_resumed_or_stepped_is_refused_at_once(kind: Any, words: str) -> None:
-    for job in ((new_engine, kind, 0, 0), (new_engine, kind, 1, 1), (sharded, kind, 2)):
-        assert words in refusal(*job), job
+    for text in refusals([(new_engine, kind, 0, 0), (new_engine, kind, 1, 1), (sharded, kind, 2)]):
+        assert words in text
 
 
 def test_random_updates_run_on_one_process_only(ranks: Any) -> None:
-    for text in ranks(2, refusal, new_engine, Draws, 0, 0):
-        assert "draws random numbers" in text
+    for texts in ranks(2, refusals, [(new_engine, Draws, 0, 0)]):
+        assert "draws random numbers" in texts[0]
     torch.manual_seed(7)
     wanted = reference(Draws)
     torch.manual_seed(7)

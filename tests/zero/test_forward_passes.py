@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from triax import Grid
-from triax.zero import ShardedOptimizer
 from triax.zero.modules.forward_passes import EndedRun, ForwardPass, ForwardPasses, PassState
+
+from support.sharded_loops import sharded_sgd
 
 RUNNING, WAITING, REACHED, UNEXPECTED, PAST = PassState
 Act = Callable[[ForwardPasses, ForwardPass], object]
@@ -84,10 +85,7 @@ def states_in_a_step() -> list[list[str]]:
     """Run two forward passes, and then their backward passes, the last one first; return the states after each."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
-    optimizer = ShardedOptimizer(
-        torch.optim.SGD, module.parameters(), Grid(timeout=60), stage=3, module=module, backward_passes_per_step=2,
-        lr=0.1,
-    )  # fmt: skip
+    optimizer = sharded_sgd(module, Grid(timeout=60), backward_passes_per_step=2)  # fmt: skip
     passes: Any = optimizer.backward_passes._units._passes  # type: ignore[union-attr]
     found = []
 

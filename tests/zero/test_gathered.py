@@ -17,7 +17,10 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.compat import deepspeed
 from triax.compat.deepspeed.zero import ZeroParamStatus
-from triax.zero import ShardedOptimizer, gathered
+from triax.zero import gathered
+
+from support.sharded_loops import sharded_sgd
+from support.training import SGD, mean_square, module_engine, small_config, train_plain, whole_batches
 
 WIDTH = 6
 
@@ -26,11 +29,7 @@ def engine(grid: Grid, stage: int, **config: Any) -> triax.PipelineEngine:
     layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)]
     dtype = None if config else torch.float64
     model = PipelineModule(layers, grid=grid, loss_fn=lambda o, y: (o - y).float().square().mean(), dtype=dtype)
-    base = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-    }
+    base = small_config(micro=2, stage=stage)
     return triax.initialize(model=model, config={**base, **config})[0]
 
 
@@ -170,15 +169,7 @@ def batch(step: int, replica: int) -> Tensor:
 
 def plainly(steps: int) -> list[dict[str, Tensor]]:
     """Return the weights of plain PyTorch after each step."""
-    made, found = stack(), []
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for replica in range(2):
-            (made(batch(step, replica)).square().mean() / 2).backward()
-        optimizer.step()
-        found.append({name: value.clone() for name, value in made.state_dict().items()})
-    return found
+    return [step.weights for step in train_plain(stack(), SGD, whole_batches(batch, steps, 2), mean_square)]
 
 
 def fails_within(made: triax.ModuleEngine) -> None:
@@ -188,13 +179,7 @@ def fails_within(made: triax.ModuleEngine) -> None:
 
 def run_within(zero: dict[str, Any]) -> list[dict[str, Tensor]]:
     grid, module = Grid(data=2, timeout=60), stack()
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, **zero},
-    }
-    made = triax.initialize(model=module, config=config, grid=grid)[0]
-    assert isinstance(made, triax.ModuleEngine)
+    made = module_engine(module, grid, 4, **zero)
 
     def read() -> dict[str, Tensor]:
         return {name: value.clone() for name, value in module.state_dict().items()}
@@ -250,12 +235,7 @@ class ReadsByNumpy(Stack):
 def read_by_numpy() -> list[dict[str, Tensor]]:
     grid, module = Grid(data=2, timeout=60), stack()
     module.__class__ = ReadsByNumpy
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3},
-    }
-    made, found = triax.initialize(model=module, config=config, grid=grid)[0], []
+    made, found = module_engine(module, grid, 4), []
     for step in range(2):
         made.backward(made(batch(step, grid.data.rank)).square().mean())
         made.step()
@@ -320,18 +300,13 @@ def scripts_of_deepspeed(how: str) -> list[dict[str, Tensor]]:
         module, whole = made.module, made.module_state_dict()
     elif how == "module":
         module = stack()
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 3},
-        }
-        made = triax.initialize(model=module, config=config, grid=grid)[0]
+        made = module_engine(module, grid, 4)
         made.backward(made(batch(0, grid.data.rank)).square().mean())
         made.step()
         whole = made.module_state_dict()
     else:
         module = stack()
-        made = ShardedOptimizer(torch.optim.SGD, module.parameters(), grid, stage=3, module=module, lr=0.1)
+        made = sharded_sgd(module, grid)
         made.zero_grad()
         module(batch(0, grid.data.rank)).square().mean().backward()
         made.step()

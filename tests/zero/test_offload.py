@@ -25,8 +25,10 @@ from triax.options.zero import OffloadOptimizer
 from triax.zero import gathered
 from triax.zero.sub_groups import sub_groups
 
+from support.foreign_optimizers import StartsWithState
 from support.resident import Growth, own_pages, rest, status
-from support.toys import same
+from support.toys import error_text, same
+from support.training import pipeline_engine, train
 
 WIDTH, SAMPLES, STEPS = 9, 8, 4
 
@@ -412,25 +414,7 @@ def test_the_offload_keys_of_deepspeed_are_read() -> None:
         ({"sub_group_size": 0}, "sub_group_size"),
     ]
     for keys, message in cases:
-        with pytest.raises(ConfigError) as caught:
-            zero(**keys)
-        assert message in str(caught.value)
-
-
-class Eager(torch.optim.Optimizer):
-    """Momentum whose state is made with the optimizer, as torch's Adagrad did until 2.12."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            self.state[parameter]["sum"] = torch.full_like(parameter, 0.5)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                total = self.state[parameter]["sum"].add_(parameter.grad)
-                parameter.sub_(total, alpha=group["lr"])
+        assert message in error_text(partial(zero, **keys), ConfigError)
 
 
 def test_an_optimizer_that_makes_its_state_at_once() -> None:
@@ -441,10 +425,6 @@ def test_an_optimizer_that_makes_its_state_at_once() -> None:
         torch.manual_seed(0)
         model = PipelineModule([LayerSpec(Layer, WIDTH)] * 2, grid=grid, loss_fn=squares, dtype=torch.float64)
         batch = triax.Batch(size=SAMPLES, microbatch=2)
-        engine = triax.Engine(model, optimizer=partial(Eager, lr=0.1), batch=batch, zero=zero)
-        assert isinstance(engine, triax.PipelineEngine)
-        data = batches(grid)
-        for _ in range(3):
-            engine.train_batch(data)
-        made.append(engine.gather())
+        engine = pipeline_engine(model, batch, optimizer=StartsWithState, zero=zero)
+        made.append(train(engine, batches(grid), 3)[-1].weights)
     torch.testing.assert_close(*made, rtol=1e-10, atol=1e-13)

@@ -17,6 +17,9 @@ import triax
 from triax import Grid
 from triax.zero import gathered
 
+from support.toys import error_text
+from support.training import SGD, module_engine, train_plain
+
 WIDTH = 6
 
 
@@ -127,19 +130,8 @@ def batch(step: int, replica: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_of(output: Any, labels: object = None) -> Tensor:
     return (output.hidden if isinstance(output, Own) else output).square().mean()
-
-
-def engine_of(model: nn.Module, stage: int = 3) -> triax.ModuleEngine:
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-    }
-    engine = triax.initialize(model=model, config=config, grid=Grid(timeout=60))[0]
-    assert isinstance(engine, triax.ModuleEngine)
-    return engine
 
 
 def train(engine: triax.ModuleEngine, steps: int = 3) -> None:
@@ -156,7 +148,7 @@ def trained() -> list[dict[str, Tensor]]:
     found = []
     for kind in KINDS:
         model = made(kind)
-        train(engine_of(model))
+        train(module_engine(model, Grid(timeout=60), 4))
         with gathered(model):
             found.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
     return found
@@ -167,20 +159,14 @@ def test_modules_that_compute_their_weights_or_take_objects(ranks: Any) -> None:
     everything = ranks(2, trained)
     for index, kind in enumerate(KINDS):
         model = made(kind)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model(torch.cat([batch(step, 0), batch(step, 1)]))).backward()
-            optimizer.step()
-        wanted = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        batches = [[(torch.cat([batch(step, 0), batch(step, 1)]), None)] for step in range(3)]
+        wanted = train_plain(model, SGD, batches, loss_of)[-1].weights
         for found in everything:
             torch.testing.assert_close(found[index], wanted, rtol=1e-10, atol=1e-13)
 
 
 def written(kind: str) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        train(engine_of(made(kind)), steps=1)
-    return str(caught.value)
+    return error_text(lambda: train(module_engine(made(kind), Grid(timeout=60), 4), steps=1), RuntimeError)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("max_norm", "embedding.weight"), *((kind, "weight") for kind in WRITES)])
@@ -193,7 +179,7 @@ def test_a_write_to_a_weight_in_the_forward_pass_is_refused(ranks: Any, kind: st
 
 def used() -> None:
     model = made("")
-    engine = engine_of(model)
+    engine = module_engine(model, Grid(timeout=60), 4)
     weight = model.get_parameter("2.weight")
     with gathered(model):
         average, twin = AveragedModel(model), copy.deepcopy(model)

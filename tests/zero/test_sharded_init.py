@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import re
 import weakref
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,8 @@ from triax.zero.gathered_parameters import gathered
 from triax.zero.modules.units import find_units
 from triax.zero.sharded_init import ShardedInit, sharded_parameter
 
-from support.paths import DOCS
+from support.readme_blocks import block_of
+from support.training import small_config
 
 WIDTH, BLOCKS, WORDS = 24, 4, 11
 
@@ -192,11 +192,7 @@ def trained(stage: int, folder: str, built: str) -> None:
     """Train a model built in shards, against the same one built whole on one process."""
     whole, _ = build()
     whole = whole.double()
-    settings: dict[str, Any] = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 900},
-    }
+    settings: dict[str, Any] = small_config(batch=4, zero={"stage": stage, "reduce_bucket_size": 900})
     if built == "offloaded":
         settings["zero_optimization"]["offload_param"] = {"device": "cpu"}
     torch.manual_seed(5)
@@ -324,5 +320,4 @@ def documented(block: str) -> None:
 
 
 def test_the_lines_of_the_zero_page_build_a_sharded_model(ranks: Any) -> None:
-    (block,) = re.findall(r"```python\n(import triax\.compat.*?)```", (DOCS / "zero.md").read_text(), re.DOTALL)
-    ranks(2, documented, block)
+    ranks(2, documented, block_of("zero.md", "import triax.compat"))

@@ -18,7 +18,7 @@ from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from triax.zero import ShardedOptimizer, gathered
 
 from support.foreign_optimizers import Foreign
-from support.sharded_loops import STEPS, WIDTH, Net, backward, loss_of, microbatch, net
+from support.sharded_loops import STEPS, WIDTH, Net, backward, loss_of, microbatch, net, sharded_sgd
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -33,11 +33,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
 }
-
-
 CLIP = 0.3
-
-
 Trace = list[tuple[dict[str, Tensor], dict[str, Tensor], float]]  # of each step: gradients, weights, norm
 
 
@@ -179,16 +175,7 @@ def odd_passes(stage: int) -> list[dict[str, Tensor]]:
     """A replica without any gradient, then a step after two of three passes, then a closure, then a sum."""
     grid = Grid(timeout=30)
     model = net()
-    optimizer = ShardedOptimizer(
-        torch.optim.SGD,
-        model.named_parameters(),
-        grid,
-        stage=stage,
-        module=model,
-        lr=0.1,
-        backward_passes_per_step=3,
-        bucket_size=300,
-    )
+    optimizer = sharded_sgd(model, grid, stage=stage, backward_passes_per_step=3, bucket_size=300)
     names = {p: n for n, p in model.named_parameters()}
     found = []
     for step in range(4):
@@ -252,9 +239,7 @@ def tensor_parallel(stage: int) -> Any:
             layout = layout_of(parameter)
             whole = torch.randn(layout.shape, generator=torch.Generator().manual_seed(len(layout.shape)))
             parameter.copy_(layout.shard(whole, grid.tensor.rank, grid.tensor.size))
-    optimizer = ShardedOptimizer(
-        torch.optim.SGD, model.parameters(), grid, stage=stage, module=model, lr=0.1, reduction="sum"
-    )
+    optimizer = sharded_sgd(model, grid, stage=stage, reduction="sum")
     x, y, _ = microbatch(0, 0, grid.data.rank)
     (model(x) - y).square().sum().backward()
     norm = optimizer.clip_grad_norm_(1e9).item()
@@ -289,7 +274,7 @@ def unlike(stage: int) -> list[Tensor]:
     grid = Grid(tensor=2, timeout=60)
     torch.manual_seed(grid.rank)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Pair(grid))
-    optimizer = ShardedOptimizer(torch.optim.SGD, model.parameters(), grid, stage=stage, module=model, lr=0.1)
+    optimizer = sharded_sgd(model, grid, stage=stage)
     with gathered(model):
         return [p.detach().clone() for p in optimizer.param_groups[0]["params"] if not layout_of(p).sharded]
 
@@ -407,15 +392,8 @@ def half_precision(stage: int) -> list[float]:
     grid = Grid(timeout=60)
     model = nn.Linear(WIDTH, WIDTH)
     nn.init.ones_(model.weight)
-    optimizer = ShardedOptimizer(
-        torch.optim.SGD,
-        model.parameters(),
-        grid,
-        stage=stage,
-        module=model,
-        lr=5e-4,
-        weight_dtype=torch.bfloat16,
-        communication_dtype=torch.bfloat16,
+    optimizer = sharded_sgd(
+        model, grid, stage=stage, lr=5e-4, weight_dtype=torch.bfloat16, communication_dtype=torch.bfloat16
     )
     values = []
     for _ in range(10):

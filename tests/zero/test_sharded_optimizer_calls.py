@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from triax import Grid, PipelineModule, initialize
 from triax.zero import ShardedOptimizer
 
-from support.paths import DOCS
 from support.processes import program
-from support.sharded_loops import WIDTH, Net, backward, microbatch, net
+from support.readme_blocks import block_of
+from support.sharded_loops import WIDTH, Net, backward, microbatch, net, sharded_sgd
 
 
 def test_a_modules_zero_grad_counts_too() -> None:
@@ -82,7 +82,7 @@ def test_torchs_grad_scaler_is_refused(stage: int) -> None:
         if kind == "engine":
             optimizer: Any = initialize(model=model, config={**config, "zero_optimization": {"stage": stage}})[1]
         else:
-            optimizer = ShardedOptimizer(torch.optim.SGD, model.parameters(), Grid(), stage=stage, module=model, lr=0.1)
+            optimizer = sharded_sgd(model, Grid(), stage=stage)
         scaler = torch.amp.GradScaler("cpu")
         optimizer.zero_grad()
         scaler.scale(model(torch.ones(2, WIDTH)).mean()).backward()
@@ -169,15 +169,9 @@ def test_torchs_schedulers_drive_a_sharded_optimizer(which: int) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
 
 
-def documented(start: str) -> str:
-    """Code block of docs/zero.md that starts with this line."""
-    text = (DOCS / "zero.md").read_text()
-    return next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if block.startswith(start))
-
-
 def test_the_sharded_optimizers_loop_of_the_docs_runs(ranks: Any, tmp_path: Path) -> None:
     """Under torchrun's environment, in processes that have torch already; torchrun itself is in the sweep."""
-    (tmp_path / "plain.py").write_text(documented("# plain.py"))
+    (tmp_path / "plain.py").write_text(block_of("zero.md", "# plain.py"))
     said = ranks(2, program, ["plain.py"], str(tmp_path), init_group=False)
     check_documented("".join(said), 2, tmp_path)
 
@@ -185,7 +179,7 @@ def test_the_sharded_optimizers_loop_of_the_docs_runs(ranks: Any, tmp_path: Path
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_documented_loop_as_launched(processes: int, tmp_path: Path) -> None:
-    (tmp_path / "plain.py").write_text(documented("# plain.py"))
+    (tmp_path / "plain.py").write_text(block_of("zero.md", "# plain.py"))
     python = [sys.executable] if processes == 1 else [str(Path(sys.executable).parent / "torchrun")]
     options = [] if processes == 1 else ["--standalone", "--nproc-per-node", str(processes)]
     done = subprocess.run(
@@ -210,7 +204,7 @@ def test_the_documented_lending_of_weights_runs() -> None:
     config = {"train_batch_size": 1, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3}}
     engine, *_ = initialize(model=made, config=config)
     before = engine.gather()
-    exec(documented("from triax.zero import gathered"), {"engine": engine, "grid": grid, "torch": torch})
+    exec(block_of("zero.md", "from triax.zero import gathered"), {"engine": engine, "grid": grid, "torch": torch})
     after = engine.gather()
     assert torch.equal(after["layers.0.weight"], 0.5 * before["layers.0.weight"])
     assert torch.equal(after["layers.1.weight"], before["layers.1.weight"])

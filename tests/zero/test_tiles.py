@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from triax import Grid
-from triax.zero import ShardedOptimizer, gathered
+from triax.zero import gathered
 from triax.zero.modules.tiled_linear import TiledLinear
 from triax.zero.modules.units import find_units
+
+from support.sharded_loops import sharded_sgd
 
 WIDTH = 8
 
@@ -35,7 +37,7 @@ def tiled_model(tiled: bool) -> nn.Module:
 def gathers_tiles() -> tuple[int, int]:
     """Train tiles in stage 3, compare weights with the untiled layers', and return elements gathered and of a layer."""
     grid, reference, model = Grid(timeout=30), tiled_model(False), tiled_model(True)
-    optimizer = ShardedOptimizer(torch.optim.SGD, model.parameters(), grid, stage=3, module=model, lr=0.3)
+    optimizer = sharded_sgd(model, grid, lr=0.3)
     own = torch.optim.SGD(reference.parameters(), lr=0.3)
     buckets, most = optimizer.backward_passes.data_axis.buckets, 0
 

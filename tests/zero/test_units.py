@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from triax import Grid
 from triax.zero import ShardedOptimizer, gathered
 from triax.zero.modules.units import find_units, users
+
+from support.sharded_loops import sharded_sgd
+from support.training import mean_square, train_plain, whole_batches
 
 VOCABULARY, WIDTH, LENGTH, LAYERS = 11, 8, 5, 5
 
@@ -144,20 +148,15 @@ def loss_of(made: Model, step: int, replica: int) -> Tensor:
 
 
 Found = list[dict[str, Tensor]]
+FAST_SGD = partial(torch.optim.SGD, lr=0.3)
 
 
 def plain(how: str, replicas: int, steps: int = 3) -> tuple[Found, dict[str, Tensor]]:
+    """Return the gradients of each step and the last weights of plain PyTorch."""
     made = model(how)
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.3)
-    gradients = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for replica in range(replicas):
-            (loss_of(made, step, replica) / replicas).backward()
-        named = [(n, p) for n, p in made.named_parameters() if p.requires_grad]
-        gradients.append({n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named})
-        optimizer.step()
-    return gradients, {n: p.detach().clone() for n, p in made.named_parameters()}
+    batches = [[(step, replica, None) for replica in range(replicas)] for step in range(steps)]
+    found = train_plain(made, FAST_SGD, batches, lambda loss, _: loss, forward=partial(loss_of, made))
+    return [step.gradients for step in found], found[-1].weights
 
 
 def whole_bytes(optimizer: ShardedOptimizer) -> int:
@@ -254,9 +253,7 @@ def calls(keep: bool) -> tuple[list[str], float, float]:
     """Gathers and runs of one step, in order; bytes that it sends, and bytes of all weights."""
     grid = Grid(timeout=30)
     made = model()
-    optimizer = ShardedOptimizer(
-        torch.optim.SGD, made.parameters(), grid, stage=3, module=made, keep_gathered=keep, lr=0.3
-    )
+    optimizer = sharded_sgd(made, grid, lr=0.3, keep_gathered=keep)
     seen: list[str] = []
     for bucket in optimizer.backward_passes.data_axis.buckets:
         restore: Callable[..., Any] = bucket.restore
@@ -321,7 +318,7 @@ def test_which_modules_are_units() -> None:
 def failing_forward() -> Any:
     grid = Grid(timeout=30)
     made = model()
-    optimizer = ShardedOptimizer(torch.optim.SGD, made.parameters(), grid, stage=3, module=made, lr=0.3)
+    optimizer = sharded_sgd(made, grid, lr=0.3)
     block = blocks_of(made)[2]
     handle = block.out.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -346,7 +343,7 @@ def untied() -> Any:
     grid = Grid(timeout=30)
     made = model()
     units = ["transformer.tokens", "transformer.h.*", "head"]
-    optimizer = ShardedOptimizer(torch.optim.SGD, made.parameters(), grid, stage=3, module=made, units=units, lr=0.3)
+    optimizer = sharded_sgd(made, grid, lr=0.3, units=units)
     names = {p: n for n, p in made.named_parameters()}
     loss_of(made, 0, grid.data.rank).backward()
     return {names[p]: g.clone() for p, g in optimizer.gradients()}, whole_bytes(optimizer)
@@ -417,7 +414,7 @@ def held_inputs(step: int, replica: int) -> Tensor:
 def containers() -> dict[str, Tensor]:
     grid = Grid(timeout=30)
     made = held()
-    optimizer = ShardedOptimizer(torch.optim.SGD, made.parameters(), grid, stage=3, module=made, lr=0.3)
+    optimizer = sharded_sgd(made, grid, lr=0.3)
     for step in range(2):
         optimizer.zero_grad()
         made(held_inputs(step, grid.data.rank)).square().mean().backward()
@@ -429,14 +426,7 @@ def containers() -> dict[str, Tensor]:
 
 def test_what_only_holds_modules_is_no_unit(ranks: Any) -> None:
     assert [name for name, _ in find_units(held())] == ["", *HELD_UNITS]
-    made = held()
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.3)
-    for step in range(2):
-        optimizer.zero_grad()
-        for replica in range(2):
-            (made(held_inputs(step, replica)).square().mean() / 2).backward()
-        optimizer.step()
-    wanted = {n: p.detach() for n, p in made.named_parameters()}
+    wanted = train_plain(held(), FAST_SGD, whole_batches(held_inputs, 2, 2), mean_square)[-1].weights
     for found in ranks(2, containers):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
 

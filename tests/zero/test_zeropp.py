@@ -22,6 +22,7 @@ from triax.zero.zeropp.options import ZeroPlusPlus
 
 from support.quantized_layers import ALL, HPZ, LAYERS, MICROBATCHES, PLAIN, QGZ, QWZ, STEPS, WIDTH, Layer, made
 from support.toys import random_pair, summed_loss
+from support.training import small_config
 
 Array = NDArray[Any]
 
@@ -244,11 +245,7 @@ def simulated(layout: Any, replicas: int, zero: dict[str, Any]) -> tuple[dict[st
 
 
 _WHOLE = "stage3_param_persistence_threshold"
-
-
 _NVME = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
-
-
 _WAYS: list[tuple[tuple[int, int, int], list[tuple[dict[str, Any], dict[str, Any]]]]] = [
     ((1, 2, 1), [({**PLAIN, QWZ: True}, {}), (ALL, {}), ({"stage": 1, QGZ: True}, {}), ({"stage": 2, QGZ: True}, {})]),
     ((1, 2, 1), [({**ALL, "offload_param": _NVME}, {}), ({**ALL, HPZ: 2, "offload_optimizer": _NVME}, {})]),
@@ -289,8 +286,6 @@ def test_secondary_shards_change_no_bit(ranks: Any) -> None:
 
 
 SIDE, DEEP = 64, 4
-
-
 WEIGHTS = DEEP * SIDE * SIDE  # of fp32; no bias: a multiple of every padding
 
 
@@ -300,12 +295,7 @@ def accounted(zero: dict[str, Any], config: dict[str, Any], frozen: bool = False
     model = PipelineModule(layers, grid=grid, loss_fn=lambda o, y: (o - y).float().square().mean())
     if frozen:
         model.layers["1"].weight.requires_grad_(False)
-    base = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 3,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, **zero},
-    }
+    base = small_config("AdamW", micro=2, accumulation=3, zero={"stage": 3, **zero})
     engine, *_ = triax.initialize(model=model, config={**base, **config})
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:

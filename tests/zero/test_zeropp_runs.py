@@ -15,11 +15,11 @@ from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
 from triax.compat.deepspeed.config.to_options import notes_of
 from triax.compat.deepspeed.from_config import read_config
-from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.zero import ShardedOptimizer, gathered
 from triax.zero.zeropp.options import ZeroPlusPlus
 
 from support.quantized_layers import ALL, HPZ, PLAIN, QGZ, QWZ, WIDTH, Layer, made
+from support.training import small_config, tiny_gpt
 
 
 def overflowing() -> Any:
@@ -52,16 +52,9 @@ def test_an_overflow_skips_the_step_on_every_rank(ranks: Any) -> None:
 def learned(shape: tuple[int, int, int], steps: int, zero: dict[str, Any]) -> tuple[float, float, Any]:
     """Return the losses of a small GPT's first and last steps, and the bytes sent."""
     grid = Grid(*shape, timeout=60)
-    size = GPTConfig(
-        vocab_size=32, max_position_embeddings=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    model = PipelineModule(gpt_layers(size), grid=grid, loss_fn=GPTLoss(grid, vocab_size=32))
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}},
-        "zero_optimization": zero,
-        "bf16": {"enabled": True},
-    }
+    sizes: dict[str, Any] = {"vocab_size": 32, "max_position_embeddings": 16, "hidden_size": 32, "num_hidden_layers": 2}
+    model = tiny_gpt(grid, dtype=torch.float32, **sizes)
+    config = small_config("AdamW", lr=5e-3, micro=4, zero=zero, bf16={"enabled": True})
     engine, *_ = triax.initialize(model=model, config=config)
     generator = torch.Generator().manual_seed(grid.data.rank)
 
@@ -140,11 +133,7 @@ def reloaded(folder: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return a plain module's outputs at first, after a step, and after the first state is loaded again."""
     grid = Grid(timeout=60)
     torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, HPZ: 2},
-    }
+    config = small_config("AdamW", micro=4, zero={"stage": 3, HPZ: 2})
     engine, *_ = triax.initialize(model=nn.Sequential(Layer(), Layer()), config=config, grid=grid)
     engine.save_checkpoint(folder)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))

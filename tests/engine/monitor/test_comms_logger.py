@@ -22,6 +22,8 @@ from triax.engine.monitor.trace.comms_logger import bandwidths, late_rank, strag
 from triax.grid.comm.comms_log import CommsLog, LoggedCall
 from triax.grid.comm.spans import Spans
 
+from support.training import small_config
+
 WIDTH, MICRO, COUNT = 8, 2, 3
 
 
@@ -215,11 +217,7 @@ def test_the_comms_logger_logs_plain_modules(ranks: Any) -> None:
 def module_logged() -> str:
     made, *_ = triax.initialize(
         model=nn.Linear(3, 3),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "comms_logger": {"enabled": True},
-        },
+        config=small_config(micro=1, comms_logger={"enabled": True}),
     )
     made.backward(made(torch.ones(1, 3)).sum())
     made.step()
@@ -232,18 +230,3 @@ def test_sections_that_ask_for_nothing() -> None:
     for key in ("comms_logger", "flops_profiler", "torch_autocast", "amp"):
         for nothing in (None, False, {}, {"enabled": False}):
             assert not getattr(read_config({"train_batch_size": 1, key: nothing}), key).enabled
-
-
-@pytest.mark.parametrize(
-    ("section", "words"),
-    [
-        ({"enabled": True, "prof_ops": ["all_redcue"]}, "there is no 'all_redcue'; did you mean 'all_reduce'?"),
-        ({"enabled": True, "prof_all": False}, "prof_ops names nothing to count"),
-        ({"enabled": "yes"}, "comms_logger.enabled = 'yes'"),
-        ({"enabled": True, "profile_all": True}, "there is no 'profile_all'"),
-    ],
-)
-def test_mistakes_in_the_comms_logger_section_are_refused(section: Any, words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        read_config({"train_batch_size": 1, "comms_logger": section})
-    assert words in str(error.value)

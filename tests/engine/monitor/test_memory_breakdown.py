@@ -16,6 +16,8 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.compat.deepspeed.from_config import resolve_config
 
+from support.training import small_config
+
 WIDTH, LAYERS, MICRO, COUNT = 64, 2, 4, 2
 WEIGHTS = LAYERS * WIDTH * WIDTH
 
@@ -25,13 +27,7 @@ def square(x: Tensor, y: Tensor) -> Tensor:
 
 
 def config(stage: int, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_accumulation_steps": COUNT,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-        **more,
-    }
+    return small_config("AdamW", micro=MICRO, accumulation=COUNT, stage=stage, **more)
 
 
 def data() -> Any:

@@ -27,10 +27,10 @@ from triax.pipe.program.ops import SENDS, Op
 from support.paths import DOCS
 from support.processes import program
 from support.readme_blocks import commands, programs
+from support.toys import error_text
+from support.training import small_config
 
 MODEL = GPTConfig(vocab_size=32, max_position_embeddings=16, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
-
-
 MICRO, STEPS, TRACED = 4, 4, 3
 
 
@@ -39,13 +39,7 @@ def engine(grid: triax.Grid, schedule: str, zero: int, **config: Any) -> Any:
     model = triax.PipelineModule(
         gpt_layers(MODEL), grid=grid, loss_fn=GPTLoss(grid, vocab_size=32), chunks=chunks, dtype=torch.float64
     )
-    given = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": MICRO,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": zero},
-        "pipeline": {"schedule": schedule},
-    }
+    given = small_config("AdamW", lr=0.01, micro=2, accumulation=MICRO, stage=zero, schedule=schedule)
     return triax.initialize(model=model, config={**given, **config})[0]
 
 
@@ -224,19 +218,13 @@ def failing() -> str:
     grid = triax.Grid(2, 2, 1, timeout=60)
     layers = [nn.Linear(4, 4), nn.Linear(4, 4), Failing(grid.data.rank == 1), nn.Linear(4, 4)]
     model = triax.PipelineModule(layers, grid=grid, loss_fn=lambda y, _: y.square().mean(), partition="uniform")
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": MICRO,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 2, "reduce_bucket_size": 16},
-        "wall_clock_breakdown": True,
-    }
+    config = small_config(
+        micro=2, accumulation=MICRO, zero={"stage": 2, "reduce_bucket_size": 16}, wall_clock_breakdown=True
+    )
     made, *_ = triax.initialize(model=model, config=config)
     data = cycle([(torch.ones(2, 4), torch.ones(2))])
     made.train_batch(data)
-    with pytest.raises(RuntimeError) as error:
-        made.train_batch(data)
-    return str(error.value)
+    return error_text(lambda: made.train_batch(data), RuntimeError)
 
 
 def test_a_rank_that_fails_while_it_is_recorded_stops_the_others(ranks: Any) -> None:
@@ -317,12 +305,7 @@ def loop(grid: triax.Grid, folder: str, zero: int) -> dict[str, Any]:
     ):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)).double()
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": 2,
-            "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
-            "zero_optimization": {"stage": zero},
-        }
+        config = small_config("Adam", lr=0.01, micro=4, accumulation=2, stage=zero)
         made, *_ = triax.initialize(model=model, config={**config, **extra}, grid=grid)
         losses = []
         for micro in range(8):

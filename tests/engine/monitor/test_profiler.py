@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, PipelineModule
-from triax.base.errors import ConfigError
-from triax.compat.deepspeed.from_config import read_config
 from triax.engine.monitor import format as units
 from triax.engine.monitor.profiler.tree_report import ModuleNode, merged, tree
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import llama_layers
+
+from support.training import small_config
 
 FlopsProfiler, get_model_profile = triax.profiler.FlopsProfiler, triax.profiler.get_model_profile
 
@@ -280,12 +280,7 @@ def module_profiled(tensor: int, accumulation: int, output_file: str) -> Any:
     made, *_ = triax.initialize(
         model=net,
         grid=grid,
-        config={
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": accumulation,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "flops_profiler": section,
-        },
+        config=small_config(micro=4, accumulation=accumulation, flops_profiler=section),
     )
     for index in range(2 * accumulation):
         loss = made(torch.ones(4, 8)).square().mean()
@@ -327,19 +322,3 @@ def test_numbers_are_written_as_people_read_them() -> None:
     )
     assert [units.duration(s) for s in (2, 0.0031, 4.2e-5)] == ["2.00 s", "3.10 ms", "42.00 us"]
     assert [units.size(n) for n in (0, 1023, 2048, 3 * 2**30)] == ["0 B", "1023 B", "2.0 KB", "3.0 GB"]
-
-
-@pytest.mark.parametrize(
-    ("section", "words"),
-    [
-        ({"enabled": True, "profile_steps": 1}, "there is no 'profile_steps'; did you mean 'profile_step'?"),
-        ({"profile_step": -1}, "flops_profiler.profile_step = -1"),
-        ({"module_depth": -2}, "flops_profiler.module_depth = -2"),
-        ({"top_modules": 0}, "flops_profiler.top_modules = 0"),
-        ({"output_file": True}, "flops_profiler.output_file = true"),
-    ],
-)
-def test_mistakes_in_the_flops_profiler_section_are_refused(section: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        read_config({"train_batch_size": 1, "flops_profiler": section})
-    assert words in str(error.value)

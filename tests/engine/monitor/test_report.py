@@ -29,7 +29,6 @@ from triax.engine.monitor.report.svg import Curve, number, thinned, ticks
 from triax.engine.monitor.report.write import write_report
 from triax.engine.monitor.trace.clock_offsets import Offset
 from triax.engine.monitor.trace.trace import chrome_trace
-from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.pipe.program.colors import COLORS
 from triax.pipe.program.costs import Costs
 from triax.pipe.program.measured_costs import costs_of, simulated
@@ -37,6 +36,7 @@ from triax.pipe.program.simulate import simulate
 from triax.pipe.schedules.choose import make_schedule
 
 from support.command_line import run_triax
+from support.training import small_config, tiny_gpt
 
 
 class Page(HTMLParser):
@@ -290,22 +290,13 @@ def test_a_clock_that_is_ahead_is_set_back() -> None:
 def train(folder: str, steps: int, *axes: int) -> None:
     """Train a small GPT on a grid, resumed from what is in the folder. Two stages trace their second step."""
     grid = triax.Grid(pipe=axes[0], data=axes[1], context=axes[2])
-    config = GPTConfig(
-        vocab_size=32, max_position_embeddings=8, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
-    )
-    model = triax.PipelineModule(gpt_layers(config), grid=grid, loss_fn=GPTLoss(grid, vocab_size=32))
-    engine, *_ = triax.initialize(
-        model=model,
-        config={
-            "train_batch_size": 8,
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 1},
-            "json_monitor": {"enabled": True, "output_path": folder, "job_name": "run"},
-            "checkpoint": {"dir": f"{folder}/saved", "every": 1, "resume": "auto"},
-            **({"timeline": {"step": 2}} if grid.pipe.size == 2 else {}),
-        },
-    )
+    model = tiny_gpt(grid, vocab_size=32, num_hidden_layers=2, num_attention_heads=2, dtype=torch.float32)
+    files: dict[str, Any] = {
+        "json_monitor": {"enabled": True, "output_path": folder, "job_name": "run"},
+        "checkpoint": {"dir": f"{folder}/saved", "every": 1, "resume": "auto"},
+        **({"timeline": {"step": 2}} if grid.pipe.size == 2 else {}),
+    }
+    engine, *_ = triax.initialize(model=model, config=small_config(batch=8, micro=2, stage=1, **files))
     tokens = torch.arange(16).view(2, 8)
     while engine.global_steps < steps:
         engine.train_batch(iter([(tokens, tokens)] * 4))

@@ -25,6 +25,7 @@ from triax.grid.environment import TIMELINE
 from triax.testing.pool import RankFailure
 
 from support.horovod_example import EXAMPLE, plain_example
+from support.training import small_config
 
 DRIVER = """
 import runpy, sys
@@ -157,12 +158,7 @@ def engines(folder: str) -> dict[str, Any]:
     grid = Grid(pipe=2, timeout=60)
     layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(4)]
     module = PipelineModule(layers, grid=grid, loss_fn=lambda o, y: (o - y).square().mean())
-    config = {
-        "train_batch_size": 8,
-        "gradient_accumulation_steps": 4,
-        "optimizer": {"type": "SGD"},
-        "comms_logger": {"enabled": True},
-    }
+    config = small_config({"type": "SGD"}, batch=8, accumulation=4, comms_logger={"enabled": True})
     engine, *_ = initialize(model=module, config=config)
     assert grid.spans.reader(CommsLog) is not None
     batch = (torch.ones(2, 4), torch.zeros(2, 4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch import nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.testing.pool import RankFailure
+
+from support.rank_checks import triax_warnings
 
 STEPS = 5
 
@@ -57,15 +58,10 @@ def losses(kind: str, profiler: triax.TorchProfiler | None, json: str | None = N
 
 
 def run(kind: str, folder: str) -> Any:
-    warnings: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger().addHandler(handler)
     given = str(Path(folder, "profiler")) if kind == "pipeline" else None
-    seen = losses(kind, triax.TorchProfiler(start=2, steps=2, folder=given), None if given else folder)
-    both = losses(kind, None), seen
-    logging.getLogger().removeHandler(handler)
-    return *both, warnings
+    with triax_warnings(logger="") as warnings:
+        seen = losses(kind, triax.TorchProfiler(start=2, steps=2, folder=given), None if given else folder)
+        return losses(kind, None), seen, warnings
 
 
 OPS = [

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
-from triax.compat.deepspeed.from_config import read_config
 from triax.engine.optim.layerwise import Lamb, Muon, muon_groups, newton_schulz, split_for_muon
 from triax.moe import ModuleMoE
 from triax.plugins.gradient_compression.onebit.lamb import OneBitLamb
@@ -404,32 +403,3 @@ def test_an_instance_of_torchs_muon_is_sharded_too() -> None:
     ((x @ its.T) ** 2).mean().backward()
     optimizer.step()
     assert torch.equal(model.weight, its)
-
-
-@pytest.mark.parametrize(
-    ("kind", "params", "zero", "words"),
-    [
-        ("Lamb", {"amsgrad": True}, {}, "amsgrad is true, but LAMB has no maximum"),
-        ("Lamb", {"min_coeff": 2.0, "max_coeff": 1.0}, {}, "give 0 <= min_coeff <= max_coeff"),
-        ("FusedLamb", {"max_grad_norm": 1.0}, {}, "write gradient_clipping"),
-        ("Lamb", {}, {"offload_optimizer": {"device": "cpu"}}, "step flat ranges: leave them out, or use AdamW"),
-        ("Muon", {}, {"stage": 2, "sub_group_size": 100}, "step flat ranges: leave them out, or use AdamW"),
-        (
-            "Muon",
-            {},
-            {"stage": 3, "offload_param": {"device": "cpu"}},
-            "offload_param and zero_optimization.sub_group_size",
-        ),
-        ("Muon", {"per_head_muon": True}, {}, "made orthogonal as a whole"),
-        ("Muon", {"ns_dtype": "float16"}, {}, "give bfloat16, float32 or float64"),
-        ("Muon", {"ns_method": "svd"}, {}, "give gram or standard"),
-        ("Muon", {"adam_w_mode": False}, {}, "weight decay is decoupled"),
-    ],
-)
-def test_layerwise_optimizers_refuse_options_by_name(
-    kind: str, params: dict[str, Any], zero: dict[str, Any], words: str
-) -> None:
-    config = {"train_batch_size": 4, "optimizer": {"type": kind, "params": params}, "zero_optimization": zero}
-    with pytest.raises(ConfigError) as error:
-        read_config(config)
-    assert words in str(error.value)

@@ -199,44 +199,6 @@ def test_whole_tensors_are_asked_for_where_there_are_none(ranks: Any) -> None:
         read_config({"train_batch_size": 4, "optimizer": case("muon"), "zero_optimization": zero})
 
 
-def used_late(kind: str, params: dict[str, Any], zero: dict[str, Any], torchs: bool) -> dict[str, Tensor]:
-    """A layer that the loss depends on from the third step on, beside one that it always does."""
-    torch.manual_seed(2)
-    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]).double()
-    x, y = next(data())
-    optimizer, engine = getattr(torch.optim, kind)(model.parameters(), **params), None
-    if not torchs:
-        config = {"train_batch_size": 4, "optimizer": {"type": kind, "params": params}, "zero_optimization": zero}
-        engine = triax.initialize(model=model, config=config)[0]
-    for step in range(STEPS):
-        z = model[0](x) if step < 2 else model[1](model[0](x))
-        loss = mean_loss(z, y)
-        if engine is None:
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        else:
-            engine.backward(loss)
-            engine.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("zero", [{}, {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 10, "stage": 2}])
-@pytest.mark.parametrize(
-    ("kind", "params"),
-    [
-        ("SGD", {"lr": LR, "momentum": 0.9, "weight_decay": 0.5}),
-        ("RMSprop", {"lr": LR, "weight_decay": 0.5}),
-        ("Adadelta", {"lr": LR, "weight_decay": 0.5}),
-    ],
-)
-def test_what_is_used_late_begins_then(kind: str, params: dict[str, Any], zero: dict[str, Any]) -> None:
-    """Optimizer state of a parameter that is used late: made with the others', and zero until the first use."""
-    wanted, found = used_late(kind, params, {}, True), used_late(kind, params, zero, False)
-    for name, weight in wanted.items():
-        torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=1e-12)
-
-
 def test_every_name_has_a_case() -> None:
     cases = [case for case, _ in BY_FORMULA] + [case for case, *_ in BY_TORCH]
     tried = {case["type"].lower() for case in cases}
@@ -275,32 +237,6 @@ def test_our_own_on_flat_ranges_and_in_sub_groups(ranks: Any, stage: int) -> Non
     for zero in ({}, {"sub_group_size": 4}):
         for found in ranks(2, sharded, stage, zero):
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "words"),
-    [
-        (case("LBFGS"), "it evaluates the loss several times a step"),
-        (case("Adamm"), "there is no such optimizer; did you mean 'Adam'?"),
-        (case("Adam", max_grad_norm=1.0), "optimizer.params.max_grad_norm: write gradient_clipping"),
-        (case("Adam", fp32_optimizer_states=False), "optimizer.params.fp32_optimizer_states is false, but"),
-        (case("Adam", weight_decy=1), "AdamW has no weight_decy; it takes lr, betas, eps, weight_decay"),
-        (case("Adam", adam_w_mode="no"), "optimizer.params.adam_w_mode: give true or false"),
-        (case("Adam", adam_w_mode=True, adamw_mode=False), "are two names of one switch, and differ"),
-        (case("Adam", amsgrad=True, bias_correction=False), "amsgrad needs the bias correction"),
-        (case("Adam", betas=[0.9]), "optimizer.params.betas: give a list of 2 numbers, not [0.9]"),
-        (case("Adam", betas=[0.9, 1.0]), "optimizer.params.betas = [0.9, 1.0]"),
-        (case("Lion", betas=[0.9, -1.0]), "optimizer.params.betas = [0.9, -1.0]: betas are (0.9, -1.0)"),
-        (case("Adam", eps=-1), "optimizer.params.eps = -1"),
-        ({"type": "Adam", "params": {"lr": "auto"}}, 'optimizer.params.lr is "auto"'),
-        ({"type": "Adam", "params": {"lr": "1e-3"}}, "optimizer.params.lr: give a number, not '1e-3'"),
-        ({"type": "SGD", "params": {"lr": True}}, "optimizer.params.lr: give a number, not true"),
-    ],
-)
-def test_optimizers_with_mistakes_are_refused(optimizer: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        read_config({"train_batch_size": 4, "optimizer": optimizer})
-    assert words in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Adam", "Rprop", "OneBitAdam", "Muon", "Lamb"])

@@ -14,6 +14,8 @@ from triax.base.errors import ConfigError
 from triax.compat.deepspeed.from_config import read_config
 from triax.engine.optim.signature import trial
 
+from support.training import small_config
+
 GIVEN = {"lr": 1.0, "eps": 2.0}
 
 
@@ -94,11 +96,7 @@ def test_an_engine_makes_its_optimizer_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.optim.Optimizer, "__init__", counted)
     grid = triax.Grid()
     model = triax.PipelineModule([triax.LayerSpec(nn.Linear, 2, 2)], grid, loss_fn=nn.functional.mse_loss)
-    config = {
-        "train_batch_size": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "scheduler": {"type": "StepLR", "params": {"step_size": 2}},
-    }
+    config = small_config(batch=2, scheduler={"type": "StepLR", "params": {"step_size": 2}})
     triax.initialize(model=model, config=config)
     assert [type(each).__name__ for each in made] == ["SGD"]
 
