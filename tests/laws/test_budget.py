@@ -27,7 +27,7 @@ BUDGET = {
     "compat": 7009,
     "zero": 5569,
     "grid": 4830,
-    "train": 4309,
+    "train": 4326,
     "cli": 3443,
     "checkpoint": 2198,
     "tensor_parallel": 2163,

@@ -172,6 +172,16 @@ def test_learning_rates_warm_up_and_decay_by_formula() -> None:
             "recompute and a schedule that recomputes",
         ),
         (None, {"schedule": {"partition": "time", "slices": 2}}, "schedule: partition time is for whole sequences"),
+        (
+            None,
+            {"evaluate": {"best": True}, "zero": 0, "local_updates": {"type": "async_diloco"}, "checkpoint": False},
+            "evaluate.best compares one model of all replicas, which async_diloco has at the end only",
+        ),
+        (
+            None,
+            {"evaluate": {"patience": 3, "every": 10}, "zero": 0, "local_updates": {"type": "diloco", "every": 50}},
+            "evaluate.every is 10: give a multiple of 50",
+        ),
         (6, {"grid": {"pipe": 4}}, "takes 4 processes a replica, and there are 6"),
         (6, {"grid": {"pipe": 2, "data": 2}}, "is a grid of 4 processes, and there are 6"),
         (None, {"optimizer": {"type": "AdamW", "lr": 1}}, "give it as training.learning_rate"),
