@@ -17,6 +17,7 @@ from ..options.base import as_kind
 from ..options.batch import Batch, BatchSizes
 from ..options.dialect import GivenOptions
 from ..options.engine import EngineOptions
+from ..options.local_updates import AsyncDiLoCo
 from ..options.schedule import ScheduleOptions
 from ..pipe.cuts import StageCut, find_cut
 from ..pipe.program.layer_costs import LayerCosts
@@ -166,6 +167,7 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
             f"model.folder {file.model.folder} is a reward model, which has scores instead of logits: write method: "
             "reward, or give a language model"
         )
+    _require_one_model(file, options)
     if file.sample is not None and topology.expert > 1:
         raise ConfigError(
             f"sample needs all experts of a layer on one rank, but grid.expert is {topology.expert}: leave sample out, "
@@ -329,6 +331,24 @@ def _with_passes(schedule: Schedule, options: EngineOptions) -> Schedule:
         return with_passes(schedule, options.schedule, options.recompute.asked)[0]
     except OptionError as error:
         raise ConfigError(error.spelled(options.names)) from error
+
+
+def _require_one_model(file: TrainingFile, options: EngineOptions) -> None:
+    """Check that ``best`` and ``patience`` compare models that all replicas have."""
+    local, section = options.local_updates, file.evaluate
+    if local is None or options.fault_tolerance is not None or not (section.best or section.patience):
+        return
+    key = "best" if section.best else "patience"
+    if isinstance(local, AsyncDiLoCo):
+        raise ConfigError(
+            f"evaluate.{key} compares one model of all replicas, which async_diloco has at the end only: leave it out, "
+            "or give local_updates.type: diloco"
+        )
+    if section.patience and section.every < local.every:
+        raise ConfigError(
+            f"evaluate.patience counts evaluations of the weights after a synchronization, every {local.every} steps "
+            f"(local_updates.every), but evaluate.every is {section.every}: give a multiple of {local.every}"
+        )
 
 
 def _steps(file: TrainingFile, batch: BatchSizes, tokens: int, sequence: int, vocab_size: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -196,6 +197,7 @@ class TrainingRun:
         self.engine.save_on_interrupt()
         self.report.start()
         last, taken, loss, validation = False, 0, 0.0, None
+        saved, unsaved = False, None
         while not last:
             taken, last = taken + 1, self.step + 1 == self.job.steps or self.clock.is_up()
             loss = self._take_step(taken, last)
@@ -205,11 +207,16 @@ class TrainingRun:
                 continue
             for watch in self._watches:
                 watch.after_step(self, loss)
+            if last and self._takes_local_steps:
+                # Saved before the last, shorter round, which a run that goes on from here does not have.
+                saved, unsaved = True, self.save_and_wait()
+                self.engine.leave()
             if last or self.step % self.job.file.evaluate.every == 0:
-                validation = self.evaluate()
-                last = last or self.lowest.is_over
-                if not last and (text := self.sample()) is not None:
-                    self.report.say(f"\n{text}\n")
+                with self._common_weights():
+                    validation = self.evaluate()
+                    last = last or self.lowest.is_over
+                    if not last and (text := self.sample()) is not None:
+                        self.report.say(f"\n{text}\n")
                 self.clock.skip()
         self.report.stop()
         # The last steps of a run that resumed may be spikes, each of them finite.
@@ -219,22 +226,36 @@ class TrainingRun:
                 f"all {taken} steps of this run were skipped, so that it did not train: look at the warnings "
                 "before, and lower the learning rate, or look at the data and the model"
             )
-        self._finish(validation)
+        self._finish(validation, unsaved if saved else self.save_and_wait())
         if self.job.options.fault_tolerance is not None:
             self.engine.leave()
+
+    @property
+    def _takes_local_steps(self) -> bool:
+        """True if the replicas of this grid take steps of their own; those of ``fault_tolerance`` are other grids."""
+        return self.job.options.local_updates is not None and self.job.options.fault_tolerance is None
+
+    def _common_weights(self) -> AbstractContextManager[None]:
+        """Context in which all replicas of the grid have one model, to be evaluated and written. Nothing is sent."""
+        return self.engine.common_weights() if self._takes_local_steps else nullcontext()
 
     def _compare_missed(self) -> None:
         """Evaluate the step of the checkpoint, which was written before that evaluation."""
         section = self.job.file.evaluate
         missed = self._before % section.every == 0 and self.lowest.evaluated < self._before
         if missed and self._is_evaluated and (section.best or section.patience):
-            self._compared()
+            with self._common_weights():
+                self._compared()
 
     def _end_without_steps(self) -> None:
         """End a run that has no step left, with its model, which a run that was killed at its very end has not."""
         self.report.say(nothing_left(self.job, self.step))
+        if self._takes_local_steps and self.step >= self.job.steps:
+            self.engine.leave()
         if self.job.export is not None:
-            if (problem := self._export(self.job.export)) is not None:
+            with self._common_weights():
+                problem = self._export(self.job.export)
+            if problem is not None:
                 user_error(problem)
             self.report.say(f"the model is in {self.job.export}")
 
@@ -353,11 +374,17 @@ class TrainingRun:
         (ids,) = inference.generate([prompt.tolist()], room, temperature=section.temperature, seed=self.job.file.seed)
         return tokenizer.decode(ids)
 
-    def _finish(self, validation: float | None) -> None:
-        """Save, write the model, and say how the run ended."""
+    def _finish(self, validation: float | None, unsaved: str | None) -> None:
+        """Write the model, and say how the run ended.
+
+        Args:
+            validation: loss of the last evaluation; None: there was none.
+            unsaved: why the last checkpoint was not written; None: it was.
+        """
         job, report = self.job, self.report
-        unsaved, text = self.save_and_wait(), self.sample()
-        problem = None if job.export is None else self._export(job.export)
+        with self._common_weights():
+            text = self.sample()
+            problem = None if job.export is None else self._export(job.export)
         report.say(trained(job, self._before, self.step, self.clock.elapsed, self.lowest, self._criterion))
         if validation is not None:
             rows = "documents" if self.method is None else "samples"

@@ -31,6 +31,8 @@ class ParameterValues:
         self.exists = bucket is not None
         if bucket is None or self._data_axis is None:
             return
+        if kind == WEIGHTS:
+            self._data_axis.written.take()
         start, stop = bucket.span(parameter)
         flat_values: tuple[Tensor, int] | None = bucket.values()
         if kind == GRADIENT:

@@ -172,6 +172,7 @@ class AsyncOuterOptimizer(OuterOptimizer):
 
     def restart(self) -> None:
         """End the rounds in progress, then restart from the model's weights. Collective."""
+        self._data_axis.written.take()
         own = [master.clone() for master in self._masters]
         self.synchronize_all(0)
         self._set_weights(own)

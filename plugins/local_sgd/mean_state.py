@@ -37,6 +37,7 @@ class MeanStateShards(StateShards):
         if not mine or agreed_steps(self.grid.data, self._since, self.grid.device) == 0:
             yield from super().values(mine)
             return
+        self.data_axis.written.take()
         for bucket in self.data_axis.buckets:
             values, first = bucket.values()
             yield from self.ranges.of_bucket(bucket, self._mean(values) if bucket.trained else values, first, True)

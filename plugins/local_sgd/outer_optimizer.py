@@ -163,6 +163,7 @@ class OuterOptimizer:
 
     def differences(self, weight: float = 1.0) -> Iterator[Tensor]:
         """Yield ``weight`` times each bucket's weights at the start of the round minus its weights now, to be sent."""
+        self._data_axis.written.take()
         for start, master, dtype in zip(self.start, self._masters, self._dtypes, strict=True):
             difference = start - master
             yield (difference if weight == 1.0 else difference.mul_(weight)).to(dtype)
@@ -170,6 +171,7 @@ class OuterOptimizer:
     @contextmanager
     def common_weights(self) -> Iterator[None]:
         """Replace the model's weights by the common weights within this context. Nothing is sent."""
+        self._data_axis.written.take()
         own = [master.clone() for master in self._masters]
         self._set_weights(self.common)
         try:
@@ -189,6 +191,7 @@ class OuterOptimizer:
 
     def restart(self) -> None:
         """Copy the model's weights, equal on every replica, to the common weights, and set the velocity to zero."""
+        self._data_axis.written.take()
         for common, master in zip(self.common, self._masters, strict=True):
             common.copy_(master)
         self.start_round()

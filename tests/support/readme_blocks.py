@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from support.paths import DOCS
-
-from support.paths import DOCS
 from support.processes import program
 
 

@@ -155,6 +155,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "recompute and a schedule that recomputes",
     ),
     ({"schedule": {"partition": "time", "slices": 2}}, "schedule: partition time is for whole sequences"),
+    (
+        {"evaluate": {"best": True}, "zero": 0, "local_updates": {"type": "async_diloco"}, "checkpoint": False},
+        "evaluate.best compares one model of all replicas, which async_diloco has at the end only",
+    ),
+    (
+        {"evaluate": {"patience": 3, "every": 10}, "zero": 0, "local_updates": {"type": "diloco", "every": 50}},
+        "evaluate.every is 10: give a multiple of 50",
+    ),
     ({"processes": 6, "grid": {"pipe": 4}}, "takes 4 processes a replica, and there are 6"),
     ({"processes": 6, "grid": {"pipe": 2, "data": 2}}, "is a grid of 4 processes, and there are 6"),
     ({"optimizer": {"type": "AdamW", "lr": 1}}, "give it as training.learning_rate"),

@@ -76,6 +76,12 @@ def mean_loss(weights: dict[str, Tensor], batch: Any) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def held_out_loss(place: Path, weights: dict[str, Tensor]) -> float:
+    held_out = TokenData(place / "tokens", 32, held_out=0.2, part="held_out")
+    rows = min(21, held_out.rows(0).count)
+    return float(mean_loss(weights, next(held_out.loader(rows, rows, threads=0))).detach())
+
+
 def test_a_run_resumed_on_another_grid_equals_plain_pytorch(ranks: Any, place: Path) -> None:
     """2 x 1 x 2 over slices, stopped by a limit, resumed on 1 x 2 x 1: losses, gradients and weights to 1e-10."""
     start = ["grid={pipe: 2, tensor: 2}", "schedule.slices=3", "training.time_limit=0.001s"]
@@ -109,14 +115,40 @@ def test_a_run_resumed_on_another_grid_equals_plain_pytorch(ranks: Any, place: P
         for name, weight in weights.items():
             torch.testing.assert_close(after[name], weight.detach(), atol=1e-10, rtol=0)
 
-    held_out = TokenData(place / "tokens", 32, held_out=0.2, part="held_out")
-    rows = min(21, held_out.rows(0).count)
-    batch = next(held_out.loader(rows, rows, threads=0))
-    expected = float(mean_loss(weights, batch).detach())
-    assert validations(place / "runs" / "one")[-1] == pytest.approx(expected, abs=1e-10, rel=0)
+    assert validations(place / "runs" / "one")[-1] == pytest.approx(held_out_loss(place, weights), abs=1e-10, rel=0)
     model = place / "runs" / "one" / "model"
     texts = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     assert {path.name for path in model.iterdir()} == {"config.json", "model.safetensors", *texts}
+
+
+@pytest.mark.parametrize("kind", ["local_sgd", "diloco", "async_diloco"])
+def test_a_run_of_local_updates_writes_one_model(ranks: Any, place: Path, kind: str) -> None:
+    """Outer steps after step 3 and at the end, step 5: the loss of the common weights, and of the written model."""
+    lr, momentum = (1.0, 0.0) if kind == "local_sgd" else (0.7, 0.5)
+    outer = "" if kind == "local_sgd" else f", outer_lr: {lr}, outer_momentum: {momentum}"
+    outer += ", max_staleness: 0" if kind == "async_diloco" else ""
+    changes = [f"name={kind}", "zero=0", f"local_updates={{type: {kind}, every: 3{outer}}}", "training.steps=5"]
+    changes += ["checkpoint=false"] if kind == "async_diloco" else ["evaluate.best=true", "checkpoint.every=100"]
+    everyone = ranks(2, run, str(place), "grid={data: 2}", *changes)
+    initial, middle = everyone[0][0], everyone[0][1][2][2]
+    final = {}
+    for name, first in initial.items():
+        velocity = (first - middle[name]) / (lr * (1 + momentum))
+        difference = middle[name] - sum(steps[4][2][name] for _, steps in everyone) / 2
+        velocity = momentum * velocity + difference
+        final[name] = middle[name] - lr * (difference + momentum * velocity)
+    losses = [held_out_loss(place, weights) for weights in (initial, middle, final)]
+    models = {"model": losses[-1]}
+    if kind != "async_diloco":  # there a replica evaluates its own rows
+        assert validations(place / "runs" / kind) == pytest.approx(losses, abs=1e-10, rel=0)
+        models["best"] = min(losses)
+        shutil.rmtree(place / "runs" / kind / "model")
+        ranks(2, run, str(place), "grid={data: 2}", *changes)  # killed before its end: it goes on from the checkpoint
+    for written, loss in models.items():
+        again = [f"name={kind}-{written}", f"model={{folder: {place}/runs/{kind}/{written}}}", "tokenizer=bytes"]
+        again += ["training.learning_rate={peak: 1.0e-30, schedule: constant, warmup_steps: 0}"]
+        ranks(1, run, str(place), *again, "evaluate.every=1", "training.steps=1")
+        assert validations(place / "runs" / f"{kind}-{written}")[0] == pytest.approx(loss, abs=1e-10, rel=0)
 
 
 @pytest.mark.parametrize("torchs", [False, True], ids=["", "a LambdaLR was saved"])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid
+from triax.compat.deepspeed import fragments
 from triax.zero import ShardedOptimizer
 
 from support.toys import error_text
@@ -116,6 +117,62 @@ def loaded_and_saved(stage: int, folder: Path) -> None:
     again = engine_of(words(), stage, grid, bf16={"enabled": True})
     again.load_checkpoint(folder)
     assert bool((again.module_state_dict()["linear.bias"] == 0.25).all())
+
+
+def through(call: str, engine: triax.ModuleEngine, folder: Path) -> None:
+    """Make a call that is about other weights than those that were written, or that reads all of them."""
+    embedding, bias = engine.module.embedding.weight, engine.module.linear.bias
+    if call == "set":
+        fragments.safe_set_full_fp32_param(embedding, torch.ones(ROWS, WIDTH))
+    elif call == "set_local":
+        local = fragments.safe_get_local_fp32_param(embedding)
+        assert local is not None
+        fragments.safe_set_local_fp32_param(embedding, torch.ones_like(local))
+    elif call == "get":
+        values = fragments.safe_get_full_fp32_param(bias)
+        assert values is not None
+        torch.testing.assert_close(values, torch.full((WIDTH,), 0.25), **near(0))
+    elif call == "common":
+        with engine.common_weights():
+            assert not bool((bias == 0.25).any())
+    elif call == "save":
+        engine.save_checkpoint(folder)
+        model = words()
+        triax.load_weights(model, folder)
+        torch.testing.assert_close(model.linear.bias.detach(), torch.full((WIDTH,), 0.25), **near(1e-6))
+    else:
+        getattr(engine, call)()
+
+
+CALLS: list[tuple[int, str | None, str]] = [
+    *((stage, None, call) for stage in range(3) for call in ("set", "set_local", "get", "save")),
+    *((0, "local_sgd", call) for call in ("set", "get", "common", "save", "synchronize")),
+    *((0, "async_diloco", call) for call in ("common", "synchronize", "leave")),
+]
+
+
+def written_before(folder: Path) -> None:
+    """Between two steps in bf16, write a bias in place, then make each call: the masters have what was written."""
+    for number, (stage, local, call) in enumerate(CALLS):
+        case = f"{stage} {local} {call}"
+        more = {} if local is None else {"local_updates": {"type": local, "every": 4}}
+        if local == "async_diloco":
+            more["local_updates"] |= {"outer_lr": 1.0, "outer_momentum": 0.0}
+        engine = engine_of(words(), stage, Grid(timeout=60), bf16={"enabled": True}, **more)
+        step(engine, 0)
+        with torch.no_grad():
+            engine.module.linear.bias.fill_(0.25)
+        through(call, engine, folder / str(number))
+        if call != "leave":
+            step(engine, 1)
+        bias = engine.module_state_dict()["linear.bias"]
+        torch.testing.assert_close(bias, torch.full((WIDTH,), 0.25), **near(1e-6), msg=case)
+        if call not in ("leave", "synchronize") and local == "async_diloco":
+            engine.leave()
+
+
+def test_no_other_call_undoes_what_was_written(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, written_before, tmp_path)
 
 
 def refused(stage: int, how: str) -> str:
