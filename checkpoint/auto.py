@@ -67,7 +67,7 @@ def load_newest(
             if grid.rank == 0:
                 _LOG.warning("%s is not used: %s", folder / tag, error)
     if grid.rank == 0:
-        _LOG.log(level, "%s has no checkpoint to resume from: the run starts from the beginning", folder)
+        _LOG.log(level, "%s has no checkpoint to resume from: nothing is loaded", folder)
     return False
 
 

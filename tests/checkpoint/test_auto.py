@@ -213,7 +213,7 @@ def test_what_is_damaged_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptur
     shutil.rmtree(tmp_path / "global_step2")
     shutil.rmtree(tmp_path / "global_step1")
     fresh = make(Cell(), Job(optimizer="SGD"), checkpoint={"dir": str(tmp_path), "resume": "auto"})
-    assert fresh.global_steps == 0 and fresh.resumed == (None, None) and "starts from the beginning" in caplog.text
+    assert fresh.global_steps == 0 and fresh.resumed == (None, None) and "nothing is loaded" in caplog.text
 
 
 @pytest.mark.parametrize(
