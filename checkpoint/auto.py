@@ -67,7 +67,7 @@ def load_newest(
             if grid.rank == 0:
                 _LOG.warning("%s is not used: %s", folder / tag, error)
     if grid.rank == 0:
-        _LOG.log(level, "%s has no checkpoint to resume from: the run starts from the beginning", folder)
+        _LOG.log(level, "%s has no checkpoint to resume from: nothing is loaded", folder)
     return False
 
 
@@ -86,6 +86,7 @@ class AutoSaver:
         wait: waits for a checkpoint that is being written; returns None or the reason of a failure.
 
     Attributes:
+        last: number of steps at the last look; a load sets it, so that a step that comes again is a new one.
         signalled: 1 if this rank has received a SIGTERM, 2 after a SIGUSR1, 3 after a SIGINT, else 0.
     """
 
@@ -101,7 +102,7 @@ class AutoSaver:
         wait: Callable[[], str | None],
     ) -> None:
         self._grid, self._folder, self._stop = grid, folder, stop
-        self.every, self._keep, self._last = every, keep, step
+        self.every, self._keep, self.last = every, keep, step
         self._save, self._wait = save, wait
         self.signalled = 0
         self._flag = torch.zeros(1, dtype=torch.int64, device=grid.device)
@@ -134,9 +135,9 @@ class AutoSaver:
             SystemExit: with code 143 after any rank received a SIGTERM, 138 after a SIGUSR1, 130 after a SIGINT.
             CheckpointError: if the checkpoint could not be written and ``stop`` is set.
         """
-        if step == self._last:
+        if step == self.last:
             return
-        self._last = step
+        self.last = step
         if not may_save():
             return
         self._flag.fill_(self.signalled)

@@ -921,6 +921,8 @@ class Engine:
         """Set the counters of steps and samples, and discard the gradients of an unfinished step."""
         self.global_steps = self._batch_size_since = steps
         self._samples_before = samples
+        if self._saver is not None:
+            self._saver.last = steps
 
     def add_samples(self, samples: int) -> None:
         """Count samples that replicas outside of the grid have contributed to a step."""

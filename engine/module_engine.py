@@ -562,12 +562,16 @@ class ModuleEngine(Engine):
         """Set the module's evaluation mode, as ``nn.Module.eval``."""
         return self.train(False)
 
-    def module_state_dict(self) -> dict[str, Tensor]:
-        """Return ``state_dict()`` with unsharded weights and the buffers. Collective."""
+    def module_state_dict(self) -> dict[str, Any]:
+        """Return ``state_dict()`` with unsharded weights, the buffers and any ``get_extra_state()``. Collective."""
         weights = self.gather()
         names = {parameter: layout.name for parameter, layout, _ in named_parameters(self.module)}
         return {
-            key: weights[names[value]].clone() if isinstance(value, nn.Parameter) else value.detach().clone()
+            key: weights[names[value]].clone()
+            if isinstance(value, nn.Parameter)
+            else value.detach().clone()
+            if isinstance(value, Tensor)
+            else value
             for key, value in self.module.state_dict(keep_vars=True).items()
         }
 

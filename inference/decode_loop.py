@@ -108,6 +108,8 @@ class DecodeLoop:
             self._receive_tokens(batcher, index)
         for channel in self._channels.values():
             channel.limit(0)
+        if failure:
+            self._cache.clear()
         if failure and not closed:
             raise AgreedError(failure)
 
@@ -153,6 +155,9 @@ class DecodeLoop:
         try:
             with evaluating(module):
                 yield
+        except Exception:
+            self._cache.clear()
+            raise
         finally:
             module.run_hook = run_hook
             for layer in sharded:

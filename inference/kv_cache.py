@@ -57,8 +57,12 @@ class KVCache:
         """Make room for ``slots`` sequences of ``length`` tokens. If the cache has to grow, its contents are lost."""
         if slots > self.slots or length > self.length:
             self.slots, self.length = max(slots, self.slots), max(length, self.length)
-            self._layers.clear()
-            self._states.clear()
+            self.clear()
+
+    def clear(self) -> None:
+        """Drop all contents: what a failed stream has left may not be finite, which a mask does not keep out."""
+        self._layers.clear()
+        self._states.clear()
 
     def in_parts(self, starts: Sequence[int], tokens: int) -> Axis | None:
         """Return the context axis if a forward's tokens are spread over it: those of prompts, not of a decode step."""
@@ -154,7 +158,8 @@ class KVCache:
             held = self._states[key] = tuple(state.new_zeros(self.slots, *state.shape[1:]) for state in empty)
         states = [state[self._rows] for state in held]
         if self._goes_on is not None:  # a slot that begins has the state of its last sequence
-            states = [state * self._goes_on.view(-1, *[1] * (state.dim() - 1)) for state in states]
+            begins = ~self._goes_on
+            states = [state.masked_fill(begins.view(-1, *[1] * (state.dim() - 1)), 0) for state in states]
         y, new = run(states)
         for state, value in zip(held, new, strict=True):
             state[self._rows] = value

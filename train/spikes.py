@@ -173,7 +173,7 @@ class SpikeGuard(StepObserver):
     def rewind(self) -> bool:
         """Go back to the last checkpoint if the step was a spike and the action is rewind. Collective.
 
-        The data continue behind the spike. If there is no checkpoint yet, the run goes on: the step was left out.
+        The data continue behind the spike. If there is no undamaged checkpoint, the run goes on: the step was left out.
 
         Returns:
             True if the run went back: ``engine.global_steps`` is then the checkpoint's.
@@ -188,9 +188,6 @@ class SpikeGuard(StepObserver):
         assert folder is not None
         step, loader = engine.global_steps, engine.training_dataloader
         engine.wait_for_checkpoint()
-        if not engine.grid.world.all_gather_json(folders.tags(folder) if engine.grid.rank == 0 else None)[0]:
-            self._say("there is no checkpoint to go back to: step %d was left out", step)
-            return False
         if rewinds >= self._limit:
             raise AgreedError(
                 f"step {step} is a spike, because {found}. All rewinds of training.spikes.limit are used ({rewinds} of "
@@ -199,7 +196,10 @@ class SpikeGuard(StepObserver):
             )
         place = None if loader is None else loader.state_dict()
         with engine.all_or_none("rewind"):
-            engine.checkpointer.resume(folder)
+            loaded = engine.checkpointer.resume(folder)
+        if not loaded:
+            self._say("there is no checkpoint to go back to: step %d was left out", step)
+            return False
         self.load(engine.resumed[1])
         self.state["rewinds"] = rewinds + 1
         if loader is not None:

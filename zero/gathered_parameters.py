@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +74,7 @@ def gathered(
         yield
 
 
-def whole_state_dict(module: nn.Module, keep: bool, without: Collection[str] = ()) -> dict[str, Tensor] | None:
+def whole_state_dict(module: nn.Module, keep: bool, without: Collection[str] = ()) -> dict[str, Any] | None:
     """Return a module's ``state_dict()`` with whole parameters in host memory. Collective over the data axis.
 
     Parameters are gathered one after the other, so that a rank that keeps none holds one of them at a time. Only the
@@ -84,10 +85,13 @@ def whole_state_dict(module: nn.Module, keep: bool, without: Collection[str] = (
         keep: True on the ranks that want the values; the others get None.
         without: names that are left out.
     """
-    values: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
     copies: dict[Tensor, Tensor] = {}  # a parameter with two names has one copy
     for key, value in module.state_dict(keep_vars=True).items():
         if key not in without:
+            if not isinstance(value, Tensor):  # of the module's get_extra_state()
+                values[key] = value
+                continue
             if value not in copies:
                 with gathered(value) if isinstance(value, nn.Parameter) and may_be_released(value) else nullcontext():
                     copies[value] = value.detach().to("cpu", copy=True) if keep else torch.empty(0)

@@ -292,14 +292,14 @@ class DeepSpeedMembers(ConfiguredEngine, metaclass=EngineType):
 
     # --------------------------------------------------------------------------------------------------- files
 
-    def whole_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+    def whole_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the whole ``state_dict()`` in host memory on rank 0, and None on the others. Collective.
 
         Weights are gathered one after the other, so that the other ranks hold one of them at a time.
         """
         raise NotImplementedError
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         return self.whole_state_dict(exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -407,12 +407,16 @@ class DeepSpeedEngine(DeepSpeedMembers, ConfiguredModuleEngine):
         """Return a context without effect: gradients of several backward passes add up in any case."""
         return nullcontext()
 
-    def whole_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+    def whole_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the whole ``state_dict()`` in host memory on rank 0, and None on the others. Collective."""
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
         left_out = frozen if exclude_frozen_parameters else set()
         if self.grid.tensor.size * self.grid.expert.size > 1:
-            state = {key: value.cpu() for key, value in super().module_state_dict().items() if key not in left_out}
+            state = {
+                key: value.cpu() if isinstance(value, Tensor) else value
+                for key, value in super().module_state_dict().items()
+                if key not in left_out
+            }
             return state if self.grid.rank == 0 else None
         return whole_state_dict(self.module, self.grid.rank == 0, left_out)
 
@@ -422,7 +426,7 @@ class DeepSpeedEngine(DeepSpeedMembers, ConfiguredModuleEngine):
         prefix: str = "",
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """Return ``state_dict()`` with unsharded weights on every rank. Collective.
 
         Args:
@@ -432,7 +436,7 @@ class DeepSpeedEngine(DeepSpeedMembers, ConfiguredModuleEngine):
             exclude_frozen_parameters: leave out parameters that are not trained.
         """
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
-        state: dict[str, Tensor] = {} if destination is None else destination
+        state: dict[str, Any] = {} if destination is None else destination
         for key, value in super().module_state_dict().items():
             if not (exclude_frozen_parameters and key in frozen):
                 state[prefix + key] = value
@@ -560,7 +564,7 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, ConfiguredPipelineEngine):
         assert source is not None
         return super().eval_batch(source, return_logits, compute_loss, num_micro_batches)
 
-    def whole_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+    def whole_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the whole model's weights in host memory on rank 0, and None on the others. Collective."""
         state = {name: value.cpu() for name, value in self.gather().items()}
         return state if self.grid.rank == 0 else None

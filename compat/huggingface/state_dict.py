@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def full_state_dict(engine: ModuleEngine) -> dict[str, Tensor]:
+def full_state_dict(engine: ModuleEngine) -> dict[str, Any]:
     """Return the module's full state dict in CPU memory on rank 0, and an empty dict on other ranks. Collective.
 
     Other ranks never have more in memory than their own shards and one whole parameter. Tied parameters are one tensor
@@ -29,12 +29,12 @@ def full_state_dict(engine: ModuleEngine) -> dict[str, Tensor]:
     """
     grid, on_rank_0 = engine.grid, engine.grid.rank == 0
     stage3 = engine.options.zero.stage == 3
-    full: dict[str, Tensor] = {}
+    full: dict[str, Any] = {}
     gathered: dict[nn.Parameter, Tensor | None] = {}
     for name, value in engine.module.state_dict(keep_vars=True).items():
         if not isinstance(value, nn.Parameter):
             if on_rank_0:
-                full[name] = value.detach().cpu().clone()
+                full[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
             continue
         if value not in gathered:
             with engine.gathered([value]) if stage3 else nullcontext():

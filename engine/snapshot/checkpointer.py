@@ -165,12 +165,15 @@ class Checkpointer:
             snapshot = capture_weights(engine, exclude_frozen)
         write_model(engine.grid, snapshot, path, engine.data_axis.options.weight_dtype or torch.bfloat16)
 
-    def resume(self, folder: str | Path, which: bool | str = True) -> None:
+    def resume(self, folder: str | Path, which: bool | str = True) -> bool:
         """Load a checkpoint of a folder: the newest undamaged one, or that of ``which``. Collective.
 
         Args:
             folder: the folder of checkpoints.
             which: the option ``checkpoint.resume``.
+
+        Returns:
+            True if a checkpoint was loaded; False if the folder has none that is undamaged.
 
         Raises:
             CheckpointError: on every rank, if the checkpoint is of another model.
@@ -188,11 +191,12 @@ class Checkpointer:
             if which == "required":
                 name = engine.options.say("<checkpoint.resume>")
                 raise ConfigError(f"{name} is required, but {folder} has no checkpoint to resume from: write auto")
-            return
+            return False
         if engine.grid.rank == 0:
             logging.getLogger("triax").warning(
                 "the run resumes from %s, after step %d", self.resumed[0], self._engine.global_steps
             )
+        return True
 
     def auto_saver(self) -> AutoSaver | None:
         """Return the object that saves a checkpoint every ``checkpoint.every`` steps. None if the key is not set."""

@@ -79,7 +79,6 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
         second_names = _second_names(engine, snapshot, problems)
     usable = match_model(grid, snapshot, shapes, options.strict, problems, second_names)
     notes = note_rounding(engine, snapshot, read_weights(engine, shards, snapshot, usable))
-    engine.kept_state = Snapshot()
     if not options.weights_only:
         if loads_optimizer:
             if not problems:

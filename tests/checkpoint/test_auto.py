@@ -211,7 +211,7 @@ def test_what_is_damaged_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptur
     shutil.rmtree(tmp_path / "global_step2")
     shutil.rmtree(tmp_path / "global_step1")
     fresh = make(Cell(), Job(optimizer="SGD"), checkpoint={"dir": str(tmp_path), "resume": "auto"})
-    assert fresh.global_steps == 0 and fresh.resumed == (None, None) and "starts from the beginning" in caplog.text
+    assert fresh.global_steps == 0 and fresh.resumed == (None, None) and "nothing is loaded" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------------- any module
@@ -328,6 +328,38 @@ def test_a_save_between_two_microbatches_is_of_the_step_before(tmp_path: Path) -
     train(other, 3)  # it was in the middle of something too
     other.load_checkpoint(tmp_path)
     assert train(other, 6) == pytest.approx(whole[6:], rel=1e-12)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_that_comes_again_is_saved_again(tmp_path: Path, every: int) -> None:
+    """After a load of an earlier step, the checkpoint of step 2 was the one of the branch that was left."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def started(**options: Any) -> Any:
+        torch.manual_seed(3)
+        model = nn.Linear(6, 1).double()
+        return triax.Engine(model, optimizer=lambda p: torch.optim.AdamW(p, lr=0.1), batch=4, **options)
+
+    engine = started(checkpoint=triax.Checkpoints(folder=f"{tmp_path}/run", every=every, resume=False))
+    for factor in (1.0, 2.0, None, 5.0):
+        if factor is None:
+            engine.load_checkpoint(tmp_path, "best")
+            continue
+        engine.backward(engine(x * factor).square().mean())
+        engine.step()
+        if factor == 1.0:
+            engine.save_checkpoint(tmp_path, "best")
+    torch.manual_seed(3)
+    plain = nn.Linear(6, 1).double()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for factor in (1.0, 5.0):
+        optimizer.zero_grad()
+        plain(x * factor).square().mean().backward()
+        optimizer.step()
+    resumed = started()
+    resumed.load_checkpoint(tmp_path / "run")  # the latest one
+    assert resumed.global_steps == 2
+    torch.testing.assert_close(resumed.module.state_dict(), plain.state_dict(), rtol=0, atol=1e-10)
 
 
 def same_grid(cell: Cell, job: Job, folder: str) -> bool:

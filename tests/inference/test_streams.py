@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import triax
 from triax.base.errors import AgreedError
@@ -15,6 +16,7 @@ from triax.grid import Grid
 from triax.inference.batching import Batcher, DecodeStep, Request, Token
 from triax.inference.decode_loop import layers_with_cache
 from triax.inference.engine import init_inference
+from triax.models import DecoderConfig, DeltaNetSizes, decoder_layers
 from triax.models.gpt import GPTLoss, gpt_layers
 from triax.pipe.module import PipelineModule
 from triax.testing.pool import slowdown
@@ -148,6 +150,46 @@ def test_a_callback_that_fails_lets_go_of_the_model() -> None:
     wanted = init_inference(model(GPT)).generate(PROMPTS, 3, seed=1)
     assert engine.generate(PROMPTS, 3, seed=1) == wanted
     assert str(caught.value) == "the disk is full"  # its traceback is kept until here
+
+
+DELTA = DecoderConfig(
+    vocab_size=53,
+    max_position_embeddings=32,
+    hidden_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=40,
+    layer_types=["linear_attention", "full_attention"],
+    linear_attention=DeltaNetSizes(4, 5, 2, 6),
+)
+
+
+@pytest.mark.parametrize("ending", ["read", "closed", "error"])
+@pytest.mark.parametrize("name", ["layers.1.weight", "layers.0.weight"], ids=["positions", "tokens"])
+def test_a_failed_stream_leaves_nothing_behind(name: str, ending: str) -> None:
+    """Keys, values and states that were not finite met the sequences of later calls, with good weights again."""
+    layers = gpt_layers(GPT) if name == "layers.1.weight" else decoder_layers(DELTA)
+    module = PipelineModule(layers, dtype=torch.float64)
+    engine, weight = init_inference(module, max_batch=4), module.get_parameter(name)
+    good = weight.detach().clone()
+    weight.data[7] = torch.nan  # the embedding of token or position 7
+
+    def fails(ids: Any, logits: Tensor) -> Tensor:
+        raise OSError("the disk is full")
+
+    stream = engine.stream([[1, 2, 3], [7] * 12, [4] * 12], 3, logits_processor=[fails] if ending == "error" else ())
+    if ending == "closed":
+        next(stream)
+        stream.close()
+    else:
+        with pytest.raises(OSError if ending == "error" else AgreedError):
+            list(stream)
+    weight.data.copy_(good)
+    for tokens, prompt, _, logprobs, _ in engine.generate([[5, 6], [4], [1, 9, 8]], 6, temperature=0, logprobs=True):
+        with torch.no_grad():
+            plain = module.eval()(torch.tensor([tokens]))[0].log_softmax(-1)[prompt - 1 : -1]
+        assert plain.argmax(-1).tolist() == tokens[prompt:]
+        torch.testing.assert_close(logprobs, plain.max(-1).values.tolist(), rtol=0, atol=1e-10)
 
 
 class Log:

@@ -100,7 +100,13 @@ Trace = tuple[list[tuple[int, float]], dict[str, Tensor], dict[str, Any], int]
 
 
 def train(
-    grid: tuple[int, int], jumps: dict[int, float], action: str, folder: str, steps: int = STEPS, **more: Any
+    grid: tuple[int, int],
+    jumps: dict[int, float],
+    action: str,
+    folder: str,
+    steps: int = STEPS,
+    damage_at: int | None = None,
+    **more: Any,
 ) -> Trace:
     """Train with a guard: the steps that stayed with their losses, weights, the guard's state, spikes."""
     section = {"dir": folder, "every": 4, "resume": "auto"} if folder else {}
@@ -110,6 +116,9 @@ def train(
     guard.load(engine.resumed[1])
     losses: list[tuple[int, float]] = []
     while engine.global_steps < steps:
+        if engine.global_steps == damage_at:
+            for file in Path(folder).glob("*/rank-00000.safetensors"):
+                file.write_bytes(file.read_bytes()[:-3] + b"\xff\xfe\xfd")
         loss = float(engine.train_batch())
         if guard.rewind():
             losses = [each for each in losses if each[0] <= engine.global_steps]
@@ -169,6 +178,15 @@ def test_a_resumed_run_decides_alike(tmp_path: Path) -> None:
     _, weights, state, spikes = train((1, 1), jumps, "skip", str(tmp_path))
     assert spikes == 2 and state == whole[2]
     same(weights, whole[1])
+
+
+def test_damaged_checkpoints_are_not_gone_back_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run said that it went back, took one of its rewinds for it, and had the state of the spike's step."""
+    losses, weights, state, _ = train((1, 1), {11: 300.0}, "rewind", str(tmp_path), damage_at=10)
+    wanted, plain_weights = plain([*range(1, 11), *range(12, 17)])
+    same([loss for step, loss in losses if step != 11], wanted)
+    same(weights, plain_weights)
+    assert state["rewinds"] == 0 and "there is no checkpoint to go back to: step 11 was left out" in caplog.text
 
 
 def test_rewinds_come_to_an_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.compat import deepspeed
 from triax.compat.deepspeed.zero import ZeroParamStatus
+from triax.compat.huggingface.state_dict import full_state_dict
 from triax.zero import gathered
 
 from support.sharded_loops import sharded_sgd
@@ -376,3 +377,62 @@ def assigned(half: bool) -> None:
 def test_values_assigned_within_gathered_stay(ranks: Any, half: bool) -> None:
     """They were written to the gathered weights alone, and lost when these were released."""
     ranks(2, assigned, half)
+
+
+class Counting(nn.Module):
+    """A layer with state of its own beside the weights: a number, which is equal in every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+    def get_extra_state(self) -> Any:
+        return self.calls
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state
+
+
+def counting() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(Counting(), Counting())
+
+
+def states_with_more(sizes: dict[str, int], stage: int, folder: str) -> list[dict[str, Any]]:
+    """State dicts of a module whose layers have a ``get_extra_state``, in each way in which an engine gives them."""
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    grid = Grid(**sizes, timeout=60)
+    made: Any = deepspeed.initialize(model=counting(), config=config, grid=grid)[0]
+    made.backward(made(torch.ones(4, WIDTH, dtype=torch.float64)).square().mean())
+    made.step()
+    states = [made.module_state_dict(), made._zero3_consolidated_16bit_state_dict(), full_state_dict(made)]
+    made.save_16bit_model(folder, "model.bin")
+    states += [torch.load(f"{folder}/model.bin", weights_only=False)]
+    made.load_module_state_dict(states[0])
+    return [state for state in [*states, made.module_state_dict()] if state]
+
+
+@pytest.mark.parametrize(("sizes", "stage"), [({"data": 2}, 1), ({"data": 2}, 3), ({"tensor": 2}, 0)], ids=str)
+def test_state_dicts_have_the_modules_extra_state(ranks: Any, tmp_path: Any, sizes: Any, stage: int) -> None:
+    """They failed on a value that is no tensor."""
+    plain = counting()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain(torch.ones(4, WIDTH, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+    wanted = plain.state_dict()
+    assert [value for value in wanted.values() if not isinstance(value, Tensor)] == [1, 1]
+    for rank, states in enumerate(ranks(2, states_with_more, sizes, stage, str(tmp_path))):
+        assert len(states) == (3 if rank else 5)
+        for state in states:
+            assert state.keys() == wanted.keys()
+            for name, value in wanted.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-13)
