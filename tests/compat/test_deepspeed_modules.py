@@ -119,7 +119,7 @@ class Branches(nn.Module):
 
 
 def set_gradients(stage: int) -> list[Tensor]:
-    """Return the weights after two steps in which gradients are set that the loss does not give, or that were dropped."""
+    """Return the weights after two steps: gradients are set that the loss does not give, or that user code dropped."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},

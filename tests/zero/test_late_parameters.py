@@ -130,7 +130,7 @@ def test_a_parameter_that_stands_still_counts_no_step(ranks: Any, name: str) -> 
             same(found, wanted)
 
 
-@pytest.mark.parametrize(("size", "name"), [(1, "Adam"), (2, "Adam"), (2, "NAdam")])
+@pytest.mark.parametrize(("size", "name"), [(1, "Adam"), (2, "Adam"), (2, "NAdam"), (1, "SGD"), (2, "SGD")])
 def test_checkpoints_keep_each_parameters_count(ranks: Any, tmp_path: Path, size: int, name: str) -> None:
     wanted = plainly(size, name)
     for stage in range(4):
@@ -140,8 +140,9 @@ def test_checkpoints_keep_each_parameters_count(ranks: Any, tmp_path: Path, size
 
 def test_a_plain_loop_counts_the_steps_of_each_parameter(ranks: Any) -> None:
     for stage in range(4):
-        for found in ranks(2, looped, stage, "Adam"):
-            same(found, plainly(2, "Adam"))
+        for name in ("Adam", "SGD"):
+            for found in ranks(2, looped, stage, name):
+                same(found, plainly(2, name))
 
 
 @pytest.mark.exhaustive
