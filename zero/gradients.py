@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..base.autograd import WeakHook
 from ..grid import Axis, Grid
@@ -289,6 +289,14 @@ class GradientReducer:
         for bucket in self._buckets:
             unused = (unused - bucket.shown.having(ASSIGNED)) | bucket.shown.having(DROPPED)
         return unused
+
+    def give(self, parameter: nn.Parameter) -> None:
+        """Count a parameter as having a gradient in this step: the caller writes one to its bucket, after the sums."""
+        self._unused.pop(id(parameter), None)
+        bucket = self._bucket_of[id(parameter)]
+        if bucket.shown.state(parameter) is DROPPED:
+            bucket.shown.note(parameter, "add")
+            bucket.put_back(parameter)
 
     def leave_out(self, stages: Collection[int]) -> None:
         """Count as unused, in this step, the parameters of stages, except tied ones."""

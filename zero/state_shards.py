@@ -18,6 +18,9 @@ from .data_axis import ZeroDataAxis
 from .shard_ranges import KeyedRanges, NamedParameter, ShardRanges
 from .sub_groups import is_number
 
+# In place of a parameter's numbers: steps have left it out, so that it has no state yet, and no ``step`` tells that.
+_NO_STATE = {"no_state": True}
+
 
 class StateShards:
     """The values and the optimizer's state of this rank's parameters.
@@ -98,7 +101,10 @@ class StateShards:
         )
 
     def scalars(self) -> dict[str, dict[str, Any]]:
-        """Return, for each parameter, the entries of its state that are one number, also as a tensor."""
+        """Return, for each parameter, the entries of its state that are one number, also as a tensor, if there are any.
+
+        A parameter that steps have left out, and that has no state yet, gets a ``step`` of 0, or ``_NO_STATE``.
+        """
         numbers_of: dict[str, dict[str, Any]] = {}
         for master, members in self.stepper.masters():
             state = self.stepper.optimizer.state.get(master, {})
@@ -110,9 +116,9 @@ class StateShards:
             common = numbers_of.pop(name, {})
             if numbers is not None:
                 numbers_of[name] = dict(numbers)
-            elif "step" in common:
-                numbers_of[name] = {"step": 0 * common["step"]}
-        return numbers_of
+            else:
+                numbers_of[name] = {"step": 0 * common["step"]} if "step" in common else dict(_NO_STATE)
+        return {name: numbers for name, numbers in numbers_of.items() if numbers}
 
     @property
     def _late(self) -> dict[Tensor, dict[str, Any] | None]:
@@ -142,20 +148,23 @@ class StateShards:
         optimizer = self.stepper.optimizer
         group_of = {id(master): group for group in optimizer.param_groups for master in group["params"]}
         for master, members in self.stepper.masters():
-            saved = [numbers[name] for name in members if name in numbers]
-            if not saved:
+            known = [numbers[name] for name in members if numbers.get(name)]
+            saved = [entries for entries in known if entries != _NO_STATE]
+            if not known:
                 continue
             largest = {}
             for key in dict.fromkeys(key for entries in saved for key in entries):
                 values = [entries[key] for entries in saved if key in entries]
                 largest[key] = max(values, key=float) if isinstance(values[0], (int, float, Tensor)) else values[0]
-            own = {name: numbers.get(name) for name in members if numbers.get(name) != largest}
+            own = {name: numbers.get(name) for name in members if numbers.get(name, {}) != largest}
             if self.stepper.late is None:
                 unlike += list(own)[:1]
                 own = {}
             fresh = not self.stepper.made_at_once
             counts = {
-                name: None if fresh and entries and [*entries] == ["step"] and not entries["step"] else entries
+                name: None
+                if entries == _NO_STATE or (fresh and entries and [*entries] == ["step"] and not entries["step"])
+                else entries
                 for name, entries in own.items()
             }
             group = group_of.get(id(master), {})

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...engine.module_engine import ModuleEngine
@@ -92,7 +93,9 @@ def safe_update_full_grad_vectorized(
     """Replace the mean gradient of each parameter by ``update_func(gradient, parameter)``. Collective."""
     for param in param_list:
         if param.requires_grad and (gradient := safe_get_full_grad(param)) is not None:
-            safe_set_full_grad(param, update_func(gradient, param))
+            updated = update_func(gradient.clone(), param)
+            if not torch.equal(updated, gradient):  # else one without a gradient would have one of zeros
+                safe_set_full_grad(param, updated)
 
 
 def _whole(param: nn.Parameter, kind: str) -> Tensor | None:
@@ -127,8 +130,10 @@ def _divisor(param: nn.Parameter, require: bool = False) -> Any:
             if not isinstance(engine, ModuleEngine) or engine.in_no_sync:
                 break
             if engine.backward_passes.count and engine.is_last_microbatch():
+                reduced = engine.backward_passes.reduced
                 with engine.spans("reduce"):
                     engine.backward_passes.end_reductions()
+                engine.data_axis.access.take_back(look=reduced)  # what user code has assigned to ``.grad`` before
                 weight = engine.grid.data.size * engine.batch.accumulation * engine.data_axis.access.applied
                 return weight * engine.data_axis.options.divisor * engine.optimizer_step.scale
     if require:

@@ -70,8 +70,15 @@ class ParameterValues:
         self.written()
 
     def written(self) -> None:
-        """Copy written master weights to the weights that the model computes with. Collective."""
-        if self._kind != WEIGHTS or self._bucket is None or self._data_axis is None:
+        """Copy written master weights to the weights that the model computes with; step with a written gradient.
+
+        Collective if the values are weights.
+        """
+        if self._bucket is None or self._data_axis is None:
+            return
+        if self._kind == GRADIENT and not self._data_axis.stepped:
+            self._data_axis.reducer.give(self._parameter)
+        if self._kind != WEIGHTS:
             return
         if self._bucket.trained:
             self._bucket.update()

@@ -105,6 +105,61 @@ def test_fragments_are_one_processs(ranks: Any, stage: int, size: int) -> None:
         assert seen["held"] == count if stage == 0 or size == 1 else 0 < seen["held"] < count
 
 
+class Branches(nn.Module):
+    """Five layers, of which the loss uses the first two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList([nn.Linear(5, 1).double() for _ in range(5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[0](x) + self.layers[1](x)
+        return y
+
+
+def set_gradients(stage: int) -> list[Tensor]:
+    """Return the weights after two steps: gradients are set that the loss does not give, or that user code dropped."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 20},
+    }
+    engine, *_ = deepspeed.initialize(model=Branches(), config=config)
+    weights = [layer.weight for layer in engine.module.layers]
+    for step in range(2):
+        engine.backward(engine(batch(2 * step + engine.grid.rank)).square().mean())
+        if stage < 3:
+            weights[1].grad = None
+        fragments.safe_update_full_grad_vectorized(weights, lambda gradient, _: gradient * 2)
+        fragments.safe_set_full_grad(weights[1], torch.ones(1, 5))
+        fragments.safe_set_full_grad(weights[2], torch.full((1, 5), 3.0))
+        local = fragments.safe_get_local_grad(weights[3])
+        assert local is not None
+        fragments.safe_set_local_grad(weights[3], torch.full_like(local, step))
+        engine.step()
+    return list(engine.gather().values())
+
+
+@pytest.mark.parametrize(("stage", "size"), [(0, 1), (0, 2), (1, 2), (2, 1), (2, 2), (3, 2)])
+def test_a_gradient_that_is_set_is_one_of_the_step(ranks: Any, stage: int, size: int) -> None:
+    """A parameter without a gradient is left out, by momentum and decay too; one whose gradient is set is stepped."""
+    plain = Branches()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR, weight_decay=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        torch.stack([plain(batch(2 * step + rank)).square().mean() for rank in range(size)]).mean().backward()
+        first, *others = [layer.weight for layer in plain.layers]
+        assert isinstance(first, nn.Parameter) and first.grad is not None
+        first.grad.mul_(2)
+        for weight, value in zip(others, (1, 3, step), strict=False):
+            weight.grad = torch.full_like(weight, value)
+        optimizer.step()
+    for weights in ranks(size, set_gradients, stage):
+        for found, wanted in zip(weights, plain.parameters(), strict=True):
+            torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-10)
+
+
 def use_comm() -> dict[str, Any]:
     rank, size = comm.get_rank(), comm.get_world_size()
     total = torch.tensor([float(rank + 1)])

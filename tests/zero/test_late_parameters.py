@@ -152,13 +152,14 @@ def test_a_parameter_that_stands_still_counts_no_step(ranks: Any, name: str) -> 
     same(ranks(2, every_place, name, None), plainly(2, name))
 
 
-@pytest.mark.parametrize(("size", "name"), [(1, "Adam"), (2, "Adam"), (2, "NAdam")])
+@pytest.mark.parametrize(("size", "name"), [(1, "Adam"), (2, "Adam"), (2, "NAdam"), (1, "SGD"), (2, "SGD")])
 def test_checkpoints_keep_each_parameters_count(ranks: Any, tmp_path: Path, size: int, name: str) -> None:
     same(ranks(size, every_place, name, tmp_path), plainly(size, name))
 
 
 def test_a_plain_loop_counts_the_steps_of_each_parameter(ranks: Any) -> None:
-    same(ranks(2, every_loop, "Adam"), plainly(2, "Adam"))
+    for name in ("Adam", "SGD"):
+        same(ranks(2, every_loop, name), plainly(2, name))
 
 
 @pytest.mark.exhaustive
