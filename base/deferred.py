@@ -33,9 +33,10 @@ class Deferred:
         """Return True if the gradients of ``weight`` and ``bias`` may be computed later than the gradient of ``x``.
 
         Each must be a leaf without hooks of the user: then only its own ``.grad`` depends on its gradient. A transform
-        of ``torch.func`` takes no function with a backward pass of its own.
+        of ``torch.func`` takes no function with a backward pass of its own. Products of complex numbers are left to
+        autograd, which conjugates.
         """
-        if not torch.is_grad_enabled() or in_transform():
+        if not torch.is_grad_enabled() or in_transform() or x.is_complex() or weight.is_complex():
             return False
         parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
         return bool(parameters) and all(p.is_leaf and not has_hooks(p) and not sees_sums(p) for p in parameters)

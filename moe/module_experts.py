@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..grid import Grid
+from ..grid.auxiliary import AuxiliaryLayer
 from ..grid.layout import Layout, set_layout
+from ..grid.randomness.random import SampleRandom
 from ..grid.ranges import split
 from .capacity import within_capacity
 from .dispatch import Dispatch
@@ -41,7 +43,8 @@ class ModuleMoE(nn.Module):
         residual: add the output of a dense copy of ``expert``; a softmax of a linear layer weighs the two.
 
     Raises:
-        ValueError: the expert axis does not divide E, the expert has buffers, or the context axis would shard noise.
+        ValueError: the expert axis does not divide E; the expert has buffers, a ``triax.Dropout`` or an ``MoE``; or the
+            context axis would shard noise.
     """
 
     def __init__(
@@ -114,12 +117,14 @@ class ModuleExperts(nn.Module):
     """E copies of a module, of which this rank holds some; each parameter is one tensor (E, ...) over all copies.
 
     Args:
-        expert: the module; all copies begin with its values. It must have no buffers.
+        expert: the module; all copies begin with its values. It must have no buffers, no ``triax.Dropout`` and no
+            ``MoE``.
         experts: E.
         place: rank on the expert axis, and size of the axis.
 
     Raises:
-        ValueError: the module has buffers, such as running statistics, which copies cannot share.
+        ValueError: the module has buffers, such as running statistics, which copies cannot share, or a layer that the
+            engine binds to its name and to the step.
     """
 
     def __init__(self, expert: nn.Module, experts: int, place: tuple[int, int]) -> None:
@@ -129,6 +134,14 @@ class ModuleExperts(nn.Module):
                 f"the expert has the buffer {buffers[0]}, of which its copies would need one each: give a module "
                 "without buffers"
             )
+        for name, part in expert.named_modules():
+            if isinstance(part, (SampleRandom, AuxiliaryLayer)) and getattr(part, "p", True):
+                layer = f"has the {type(part).__name__} {name!r}" if name else f"is of class {type(part).__name__}"
+                raise ValueError(
+                    f"the expert {layer}, which the engine binds to one layer and to the step, but its copies would "
+                    "draw the same numbers in each step, and their losses would be lost: put it before or after the "
+                    "mixture. An nn.Dropout may be within the expert"
+                )
         self._template = [copy.deepcopy(expert)]  # in a list: it is no sub-module, and has no values that count
         start, stop = split(experts, place[1], place[0])
         for name, parameter in expert.named_parameters():

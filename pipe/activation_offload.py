@@ -57,6 +57,7 @@ class _Saved:
         self.alias: Tensor | None = tensor.detach()  # shares the version, not the graph
         self.version, self.piece, self.dtype = tensor._version, piece, tensor.dtype
         self.geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()  # bits of a view; its storage lacks both
 
     def require_unchanged(self) -> None:
         if self.alias is not None and self.alias._version != self.version:
@@ -66,7 +67,9 @@ class _Saved:
         self.require_unchanged()
         assert self.piece.data is not None, "verify refuses a backward without a reload"
         data = self.piece.data
-        return torch.empty(0, dtype=self.dtype, device=data.device).set_(data.untyped_storage(), *self.geometry)
+        view = torch.empty(0, dtype=self.dtype, device=data.device).set_(data.untyped_storage(), *self.geometry)
+        view = view.conj() if self.conjugate else view
+        return view.neg() if self.negative else view
 
 
 class KeptActivations:

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import triax
 import triax.compat.deepspeed as deepspeed
 from triax.compat.deepspeed.moe import DeepSpeedMoE as MoE
+from triax.grid.auxiliary import AuxiliaryLayer
 from triax.grid.randomness.random import DropoutState
 from triax.moe.router import GateNoise
 
@@ -175,6 +177,8 @@ def test_models_of_different_ep_size_have_a_grid_each(ranks: Any) -> None:
         ({"use_tutel": True}, "use_tutel=True is not implemented"),
         ({"num_experts": 4, "ep_size": 3}, "ep_size=3 does not divide num_experts=4"),
         ({"expert": nn.BatchNorm1d(D)}, "the expert has the buffer running_mean"),
+        ({"expert": nn.Sequential(triax.Dropout(0.5))}, "has the Dropout '0', which .* same numbers in each"),
+        ({"expert": AuxiliaryLayer()}, "the expert is of class AuxiliaryLayer, which .* their losses would be lost"),
     ],
 )
 def test_what_is_not_there_is_refused(options: dict[str, Any], text: str) -> None:

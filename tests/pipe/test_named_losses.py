@@ -200,6 +200,41 @@ def test_a_plain_module_takes_named_terms(ranks: Any, stage: int, pairs: bool) -
             torch.testing.assert_close(gradients, own, rtol=1e-10, atol=1e-13)
 
 
+RARE = torch.tensor([[0, 0], [1, 0], [1, 1]])  # the tokens of each microbatch that have the term
+
+
+def rare_inputs() -> Tensor:
+    return torch.randn(3, 2, 2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def steps_of_a_rare_term() -> list[Any]:
+    """Train a plain module on parts of sequences by a term of weight 0 in the whole, or in a part, of a microbatch."""
+    grid = Grid(context=2, timeout=60)
+    batch = triax.Batch(microbatch=2, microbatches=3)
+    engine: Any = triax.Engine(net(), optimizer=partial(torch.optim.SGD, lr=0.1), batch=batch, grid=grid)
+    token = slice(grid.context.rank, grid.context.rank + 1)
+    for x, keep in zip(rare_inputs()[:, :, token], RARE[:, token], strict=True):
+        y = engine(x)
+        with pytest.raises(RuntimeError, match="no label of this microbatch counts"):
+            engine.backward({"main": (y.sum(), 0), "rare": (y.sum(), 0)})
+        engine.backward({"main": (y.square().sum(), 4), "rare": ((y * keep[:, None]).sum(), 2 * keep.sum())})
+        engine.step()
+    return [engine.metrics, engine.gather("gradients")]
+
+
+def test_a_plain_modules_term_may_be_absent_from_microbatches(ranks: Any) -> None:
+    model = net()
+    outputs = [model(x) for x in rare_inputs()]
+    main = sum(y.square().sum() / 8 for y in outputs) / 3
+    rare = sum((y * keep[:, None]).sum() / max(2 * keep.sum(), 1) for y, keep in zip(outputs, RARE, strict=True)) / 3
+    (main + rare).backward()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    wanted = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+    for metrics, gradients in ranks(2, steps_of_a_rare_term):
+        assert metrics == pytest.approx({"main": main.item(), "rare": rare.item()}, rel=1e-10)
+        torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-13)
+
+
 class Wrong:
     """A loss with a mistake."""
 
