@@ -20,24 +20,24 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.import_reader import library  # found by the line above
 
 BUDGET = {
-    "plugins": 9660,
-    "engine": 8434,
+    "plugins": 9665,
+    "engine": 8440,
     "models": 7634,
-    "pipe": 7560,
-    "compat": 7007,
-    "zero": 5569,
+    "pipe": 7563,
+    "compat": 7022,
+    "zero": 5583,
     "grid": 4830,
-    "train": 4292,
+    "train": 4326,
     "cli": 3443,
     "checkpoint": 2198,
     "tensor_parallel": 2163,
     "data": 2140,
     "options": 1545,
-    "inference": 1483,
+    "inference": 1491,
     "testing": 1451,
     "base": 1428,
     "context": 1387,
-    "moe": 945,
+    "moe": 955,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SLACK = 40  # lines of a room that may be saved before the number must be lowered
