@@ -211,7 +211,7 @@ def steps_of_a_rare_term() -> list[Any]:
     """Train a plain module on parts of sequences by a term of weight 0 in the whole, or in a part, of a microbatch."""
     grid = Grid(context=2, timeout=60)
     batch = triax.Batch(microbatch=2, microbatches=3)
-    engine: Any = triax.Engine(net(), optimizer=partial(torch.optim.SGD, lr=0.1), batch=batch, grid=grid)
+    engine: Any = triax.Engine(net(), optimizer=triax.Optimizer("SGD", lr=0.1), batch=batch, grid=grid)
     token = slice(grid.context.rank, grid.context.rank + 1)
     for x, keep in zip(rare_inputs()[:, :, token], RARE[:, token], strict=True):
         y = engine(x)
