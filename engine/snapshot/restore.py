@@ -238,9 +238,11 @@ def read_optimizer(shards: StateShards, snapshot: Snapshot, usable: Mapping[str,
         tensor, own = tensors.get(f"{OPTIMIZER}/{key}/{name}"), master_dtypes[name]
         if tensor is None or shapes.get(name) != tensor.shape:
             return None
-        # The masters' dtype, unless the optimizer has chosen another one: whole numbers, or less than the weights have.
+        # The masters' dtype, unless the optimizer has chosen another one: whole numbers, less than the weights have, or
+        # more than they have, there and here.
         weight = tensors.get(f"{WEIGHTS}/{name}")
-        chosen = tensor.dtype.itemsize < (own if weight is None else weight.dtype).itemsize
+        size, weight_size = tensor.dtype.itemsize, (own if weight is None else weight.dtype).itemsize
+        chosen = size < weight_size or size > max(weight_size, own.itemsize)
         return tensor.dtype if chosen or not tensor.dtype.is_floating_point else own
 
     shards.reset_optimizer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import triax
 
+from support.foreign_optimizers import Foreign
 from support.rank_checks import triax_warnings
 
 WIDTH = 4
@@ -64,6 +66,54 @@ def test_what_is_rounded_is_named(saved: str, tmp_path: Path, caplog: pytest.Log
         assert len(before) == 2 and before.keys() == after.keys()
         rounded = any(not torch.equal(value, after[name]) for name, value in before.items())
         assert bool(said) == rounded and len(said) <= 1, (saved, loaded, said)
+
+
+class Momentum(Foreign):
+    """Keeps its momentum in a dtype of its own, whatever the dtype of what it steps."""
+
+    def __init__(self, params: Any, dtype: torch.dtype) -> None:
+        super().__init__(params)
+        self.dtype = dtype
+
+    def update(self, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+        momentum = state.setdefault("momentum", torch.zeros_like(p, dtype=self.dtype))
+        p.sub_(momentum.mul_(0.9).add_(g).to(p.dtype), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("state", [torch.bfloat16, torch.float32, torch.float64])
+def test_optimizer_state_keeps_the_dtype_that_it_has(tmp_path: Path, dtype: torch.dtype, state: torch.dtype) -> None:
+    """Momentum that is narrower or wider than the weights goes on after a resume as without one, and as in PyTorch."""
+
+    def model() -> nn.Linear:
+        torch.manual_seed(0)
+        return nn.Linear(WIDTH, WIDTH).to(dtype)
+
+    def taken(steps: Sequence[Tensor], engine: triax.ModuleEngine) -> triax.ModuleEngine:
+        for x in steps:
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        return engine
+
+    xs = torch.randn(4, 2, WIDTH, dtype=torch.float64).to(dtype)
+    plain = model()
+    optimizer = Momentum(plain.parameters(), state)
+    for x in xs:
+        optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        optimizer.step()
+    for stage in range(3):
+        engines = [triax.Engine(model(), optimizer=partial(Momentum, dtype=state), batch=2, zero=stage) for _ in "ab"]
+        taken(xs[:2], engines[0]).save_checkpoint(tmp_path)
+        engines[1].load_checkpoint(tmp_path)
+        for engine in engines:
+            weights = taken(xs[2:], engine).module.parameters()
+            assert engine.optimizer is not None
+            assert {entries["momentum"].dtype for entries in engine.optimizer.state.values()} == {state}
+            for weight, wanted, same in zip(weights, plain.parameters(), engines[0].module.parameters(), strict=True):
+                assert torch.equal(weight, same)
+                bound = 1e-10 if dtype == torch.float64 else 2 * torch.finfo(dtype).eps
+                torch.testing.assert_close(weight, wanted, rtol=0, atol=bound)
 
 
 def messages_of(folder: str, dtype: torch.dtype, loads: bool) -> list[str]:

@@ -62,14 +62,22 @@ def plainly(replicas: int, max_norm: float | None = None, steps: int = 4) -> dic
     return dict(model.state_dict())
 
 
-def stepped(stage: int, weight_dtype: torch.dtype | None, max_norm: float | None = None) -> dict[str, Tensor]:
-    """Train in a plain loop that clips the weights before each step, as a critic's are."""
+def stepped(
+    stage: int, weight_dtype: torch.dtype | None, max_norm: float | None = None, resumes: bool = False
+) -> dict[str, Tensor]:
+    """Train in a plain loop that clips the weights before each step, as a critic's are, and may be saved in between."""
     grid, model = Grid(timeout=60), words(max_norm)
     options: Any = {"stage": stage, "bucket_size": 50, "weight_dtype": weight_dtype, "master_dtype": torch.float64}
     optimizer = ShardedOptimizer(torch.optim.Adam, model.parameters(), grid, lr=0.01, **options)
     for step in range(4):
         if max_norm is None:
             clip(model)
+        if resumes:
+            state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+            model = words()
+            model.load_state_dict(weights)
+            optimizer = ShardedOptimizer(torch.optim.Adam, model.parameters(), grid, lr=0.01, **options)
+            optimizer.load_state_dict(state)
         optimizer.zero_grad()
         model(ids(step, grid.rank)).square().mean().backward()
         optimizer.step()
@@ -83,6 +91,12 @@ def test_masters_keep_what_user_code_writes_to_weights(ranks: Any, size: int) ->
         for dtype, bound in ((None, 1e-10), (torch.float32, 1e-6)):
             for found in ranks(size, stepped, stage, dtype):
                 torch.testing.assert_close(found, wanted, rtol=0, atol=bound, check_dtype=False)
+
+
+def test_a_state_that_is_saved_has_what_was_written_to_weights(ranks: Any) -> None:
+    for stage in range(3):
+        for found in ranks(2, stepped, stage, torch.float32, None, True):
+            torch.testing.assert_close(found, plainly(2), **near(1e-6))
 
 
 def test_max_norm_acts_on_one_replica(ranks: Any) -> None:

@@ -101,6 +101,7 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         weights are not included. To save them, call ``module.state_dict()`` within ``zero.gathered(module)``.
         """
         self._update_inner_options()
+        self._data_axis.written.take()
         state = {**self.inner.state_dict(), "shard": self._shard(), "masters": self._masters(), "names": self._names()}
         if self._data_axis.exchange is not None:
             state["exchange"] = exchange_state_dict(self._data_axis.exchange)
