@@ -94,7 +94,7 @@ class ModuleMoE(nn.Module):
         counts = torch.bincount(chosen.flatten(), minlength=self.num_experts + 1)[: self.num_experts]
         factor = self.capacities[self.training]
         if factor is not None:
-            least = self.min_capacity * self.num_experts / (self.k * rows.shape[1])
+            least = self.min_capacity * self.num_experts / (self.k * max(rows.shape[1], 1))
             kept = within_capacity(chosen, self.num_experts, max(factor, least))
             chosen = chosen.masked_fill(~kept, self.num_experts)
         dispatch = Dispatch(chosen.flatten(0, 1), self.num_experts, self.grid.expert)
@@ -109,7 +109,7 @@ class ModuleMoE(nn.Module):
         """Return E sum_e f_e P_e over the tokens of this rank: ()."""
         firsts = F.one_hot(best, self.num_experts + 1)[..., : self.num_experts].flatten(0, 1).to(shares.dtype)
         shares = shares.flatten(0, 1) if valid is None else shares.flatten(0, 1) * valid.flatten()[:, None]
-        tokens = len(firsts) if valid is None else valid.sum().clamp(min=1)
+        tokens = max(len(firsts), 1) if valid is None else valid.sum().clamp(min=1)
         return self.num_experts * (firsts.sum(0) / tokens * (shares.sum(0) / tokens)).sum()
 
 

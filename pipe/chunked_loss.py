@@ -138,9 +138,9 @@ def loss_in_chunks(head: LastLayer, loss_fn: LossFunction, x: Any, labels: Any, 
 
     parameters = _parameters(head)
     chunks = _Chunks(head, loss_fn, x, labels, tokens, spread, parameters)
-    if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
-        return chunks.form.loss(chunks.sums())
     form = chunks.form
+    if not (torch.is_grad_enabled() and form.has_gradient and (x.requires_grad or parameters)):
+        return form.loss(chunks.sums())
     values = form.unfilled(x.device)
     roots = _LossInChunks.apply(chunks, values, x, *parameters)
     return form.loss([*roots, *values[len(roots) :]])
@@ -245,6 +245,11 @@ class _Form:
         self.like = [number.detach() for number in self.numbers(value)]
         self.named = None if self.named is None else self.named.detached()
         self.terms = 1 if self.named is None else len(self.named.terms)
+
+    @property
+    def has_gradient(self) -> bool:
+        """False if all terms have the factor 0: no backward pass comes, which would fill the numbers."""
+        return self.named is None or any(term.factor for term in self.named.terms.values())
 
     def numbers(self, value: Any) -> list[Tensor]:
         """Return the numbers of a value of this form."""

@@ -330,9 +330,20 @@ class Executor:
             self._lane = OffloadLane(self._grid.device, self._memory())
         self._clear()
         losses = RunLosses(
-            self._grid, self.weights, self.forms, facts.training, len(slices), self._last_stage, self._module.is_last
+            self._grid,
+            self.weights,
+            self.forms,
+            facts.training,
+            len(slices),
+            self._last_stage,
+            self._module.is_last,
+            self._is_frozen,
         )
         return ProgramRun(facts, microbatches, losses, outputs, loss, len(slices), bounds)
+
+    def _is_frozen(self, stage: int) -> bool:
+        """Return True if a parameter of a stage requires no gradient."""
+        return not all(p.requires_grad for _, layer in self._module.modules_of(stage) for p in layer.parameters())
 
     def _together(self, pairs: Collection[Op], ops: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
         """Yield the ops one by one, but the two ops of a pair together if they are to run interleaved."""

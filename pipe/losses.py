@@ -5,7 +5,7 @@ A loss is not divided here, because the engine divides once, by the weight of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -100,6 +100,7 @@ class RunLosses:
         slices: number of slices of each microbatch.
         last_stage: index of the last stage.
         holds_last_stage: this rank has it.
+        is_frozen: returns True if a parameter of a stage requires no gradient; then a loss of its layers may have none.
 
     Attributes:
         result: the run's result, to which the losses are added.
@@ -114,9 +115,10 @@ class RunLosses:
         slices: int,
         last_stage: int,
         holds_last_stage: bool,
+        is_frozen: Callable[[int], bool],
     ) -> None:
         self._grid, self._weights, self._forms, self._training, self._slices = grid, weights, forms, training, slices
-        self._last_stage, self._holds_last_stage = last_stage, holds_last_stage
+        self._last_stage, self._holds_last_stage, self._is_frozen = last_stage, holds_last_stage, is_frozen
         self.result = Result()
 
     def add(self, value: Any, layers: Sequence[NamedLosses], index: int) -> list[Tensor]:
@@ -180,8 +182,10 @@ class RunLosses:
         named = reduce(combined, [*layers, *by_loss_fn])
         self._require_form(named.form(), stage)
         before = self.result.named.get(index)
-        roots = [self._root(losses, "the layer", "loss_weight(...)") for losses in layers]
-        roots += [self._root(losses, "loss_fn", "weight(labels)") for losses in by_loss_fn]
+        strict = not (layers and self._is_frozen(stage))
+        roots = [self._root(losses, "the layer", "loss_weight(...)", strict) for losses in layers]
+        strict = strict or not any(root.requires_grad for root in roots)
+        roots += [self._root(losses, "loss_fn", "weight(labels)", strict) for losses in by_loss_fn]
         root = sum(roots[1:], roots[0])
         if not by_loss_fn and root.requires_grad:
             self.result.contributing.add(stage)
@@ -192,7 +196,7 @@ class RunLosses:
     def _scaled(self, root: Tensor) -> Tensor:
         return root if self._weights.scale == 1.0 else root.float() * self._weights.scale
 
-    def _root(self, named: NamedLosses, whose: str, method: str) -> Tensor:
+    def _root(self, named: NamedLosses, whose: str, method: str, strict: bool) -> Tensor:
         """Return the root of the backward pass of named losses: the sum of the terms, times the number of microbatches.
 
         A batch of N microbatches has the weight N. So that the sum of all roots, divided by N, is the sum of the terms,
@@ -202,6 +206,7 @@ class RunLosses:
         Args:
             named: losses of one microbatch.
             whose, method: for error messages: what returned the losses, and its method that returns their weights.
+            strict: refuse losses without a gradient.
         """
         root: Tensor | None = None
         for name, term in named.terms.items():
@@ -212,7 +217,7 @@ class RunLosses:
                 root = part if root is None else root + part
         if root is None:
             root = torch.zeros((), device=self._grid.device)
-        elif not root.requires_grad and any(float(term.weight) for term in named.terms.values()):
+        elif strict and not root.requires_grad and any(float(term.weight) for term in named.terms.values()):
             raise ValueError(
                 f"none of the terms {', '.join(named.terms)} depends on a parameter that requires a gradient: remove a "
                 "detach() or no_grad() before the loss, or train at least one parameter"

@@ -129,6 +129,21 @@ def test_a_residual_expert_and_padding() -> None:
     torch.testing.assert_close(y[0, 2], (layer.mlp(x) * weights[..., 1:])[0, 2])  # padding: no expert
 
 
+@pytest.mark.parametrize("options", [{"drop_tokens": False}, {}, {"use_residual": True}])
+def test_sequences_without_tokens_add_nothing(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layer = MoE(D, nn.Linear(D, D), E, min_capacity=9, **options).double()
+    x = torch.randn(1, 4, D, dtype=torch.float64)
+    y, loss, _ = layer(x)
+    alone = y.square().sum() + loss
+    wanted = torch.autograd.grad(alone, [*layer.parameters()])
+    parts = [layer(part) for part in (x, x[:, :0], x[:0], x[0, :0])]
+    assert [part[0].shape[:-1] for part in parts] == [(1, 4), (1, 0), (0, 4), (0,)]
+    total = torch.stack([y.square().sum() + loss for y, loss, _ in parts]).sum()
+    torch.testing.assert_close(total, alone, rtol=1e-10, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(total, [*layer.parameters()]), wanted, rtol=1e-10, atol=1e-12)
+
+
 def test_noise_of_the_gate(caplog: pytest.LogCaptureFixture) -> None:
     """RSample draws each expert with the probability of its score; Jitter's factors are from 0.99 to 1.01."""
     layer = MoE(D, nn.Linear(D, D), E, noisy_gate_policy="RSample", drop_tokens=False)

@@ -215,6 +215,79 @@ def test_a_stage_before_a_detach_is_trained_by_its_own_loss(ranks: Any) -> None:
         torch.testing.assert_close(weights, wanted, rtol=1e-8, atol=1e-10)
 
 
+FROZEN = {  # layers that are frozen after the first step
+    "a loss of a frozen layer": {"layers.0.weight", "layers.1.linear.weight", "layers.1.linear.bias"},
+    "the last loss": {"layers.0.weight", "layers.1.linear.weight", "layers.1.linear.bias", "layers.3.weight"},
+}
+
+
+def short_list(case: str) -> list[Any]:
+    layer = LayerSpec(Small) if case == "a loss of a frozen layer" else LayerSpec(Exit, 1, takes="labels")
+    words = LayerSpec(nn.Embedding, VOCABULARY, WIDTH)
+    return [words, layer, torch.tanh, LayerSpec(nn.Linear, WIDTH, VOCABULARY, bias=False)]
+
+
+def partly_frozen(case: str, pipe: int) -> dict[str, Tensor]:
+    grid = Grid(pipe=pipe, timeout=60)
+    module = triax.PipelineModule(
+        short_list(case), grid=grid, loss_fn=Main(), dtype=torch.float64, seed=4, partition="uniform"
+    )
+    engine: Any = triax.Engine(module, optimizer=SGD, batch=triax.Batch(size=SAMPLES, microbatch=1))
+    data = microbatches(grid)
+    engine.train_batch(data)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name not in FROZEN[case])
+    engine.train_batch(data)
+    return engine.gather()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("case", "pipe"), [*((case, 1) for case in FROZEN), ("a loss of a frozen layer", 2)])
+def test_a_loss_without_a_gradient_beside_others_is_a_constant(ranks: Any, case: str, pipe: int) -> None:
+    module = triax.PipelineModule(short_list(case), grid=Grid(), dtype=torch.float64, seed=4)
+    weights = dict(module.named_parameters())
+    words, layer, head = module.layers.values()
+    for ids, labels in batches():
+        value, loss = layer(words(ids), labels) if isinstance(layer, Exit) else layer(words(ids))
+        (term,) = (loss.terms if isinstance(loss, Loss) else loss).values()
+        term = 0.3 * term[0] / term[1] if isinstance(term, tuple) else term
+        total_loss = term + total(head(torch.tanh(value)), labels) / (labels != -100).sum()
+        trained_here = [p for p in weights.values() if p.requires_grad]
+        with torch.no_grad():
+            for parameter, gradient in zip(trained_here, torch.autograd.grad(total_loss, trained_here), strict=True):
+                parameter.sub_(0.1 * gradient)
+        for name in FROZEN[case]:
+            weights[name].requires_grad_(False)
+    for own in ranks(pipe, partly_frozen, case, pipe):
+        torch.testing.assert_close(own, {n: p.detach() for n, p in weights.items()}, rtol=1e-10, atol=1e-12)
+
+
+class Silent(Main):
+    """The last loss with the factor 0."""
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Loss:  # type: ignore[override]
+        return Loss(super().__call__(logits, labels), {"main": 0.0})
+
+
+def test_a_chunked_loss_of_factor_0_is_reported_beside_a_layers_loss() -> None:
+    ids, labels = next(batches())
+    module = triax.PipelineModule(
+        short_list("a loss of a frozen layer"), loss_fn=triax.chunked(Silent(), tokens=2), dtype=torch.float64, seed=4
+    )
+    words, layer, head = module.layers.values()
+    value, loss = layer(words(ids))
+    terms = {
+        "size": loss["size"].item(),
+        "main": total(head(value.tanh()), labels).item() / int((labels != -100).sum()),
+    }
+    trained_here = {n: p for n, p in module.named_parameters() if n != "layers.3.weight"}
+    gradients = torch.autograd.grad(loss["size"], [*trained_here.values()])
+    engine: Any = triax.Engine(module, optimizer=SGD, batch=triax.Batch(size=SAMPLES, microbatch=SAMPLES))
+    assert engine.train_batch(iter([(ids, labels)])).item() == pytest.approx(terms["size"], rel=1e-10)
+    assert engine.metrics == pytest.approx(terms, rel=1e-10)
+    found = engine.gather("gradients")
+    torch.testing.assert_close([found[n] for n in trained_here], [*gradients], rtol=1e-10, atol=1e-12)
+
+
 class Wrong(Block):
     """A layer with a mistake."""
 
