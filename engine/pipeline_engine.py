@@ -305,19 +305,27 @@ class PipelineEngine(Engine):
     def _fetch(self, grid: Grid, data_iter: Iterator[Any] | None) -> Sequence[Microbatch]:
         """Read the microbatches of a training step. Collective over the grid."""
         source = self._own_data if data_iter is None else data_iter
+        loader = self.training_dataloader if data_iter is None else None
+        position = None if loader is None else loader.state_dict()
         with self.spans("batch"):
-            microbatches, changed = self.feed.fetch(
-                grid, source, self.batch.accumulation, "train_batch", self._untrainable()
-            )
+            try:
+                microbatches, changed = self.feed.fetch(
+                    grid, source, self.batch.accumulation, "train_batch", self._untrainable()
+                )
+            except AgreedError:
+                if loader is not None and position is not None:
+                    loader.load_state_dict(position)  # the next call reads this step's samples again
+                    self.feed.misplaced = None
+                raise
+        if changed:
+            self.executor.forget_schemas()
         for microbatch in microbatches:
             self.observer.count_tokens(microbatch.inputs)
-        if data_iter is None and self.training_dataloader is not None and not self.feed.reads:
-            self.training_dataloader.advance(self.batch.accumulation)
+        if loader is not None and not self.feed.reads:
+            loader.advance(self.batch.accumulation)
         elif data_iter is not None and self.module.is_first:
             self.replica_rows.see(microbatches[0].inputs)
             self.replica_rows.compare()
-        if changed:
-            self.executor.forget_schemas()
         return microbatches
 
     def compute_again(self) -> list[Tensor | float]:
