@@ -271,6 +271,8 @@ class PipelineEngine(Engine):
         losses = [*result.named.values()]
         total, named = self.named_losses.totals(grid, losses, own, self.optimizer_step.totals, training=True)
         self._running = None
+        if total.strayed is not None:
+            self.replica_buffers.synchronize(total.strayed > 0)
         weight = total.weight
         if total.unused and not self.auxiliary:
             self._leave_out_unreached(grid, result)
@@ -294,8 +296,6 @@ class PipelineEngine(Engine):
         self.data_axis.access.hide()
         if self.auxiliary:
             self.auxiliary.end(grid, self.auxiliary_sums, weight, not taken, self.grid.rank == 0)
-        if total.strayed is not None:
-            self.replica_buffers.synchronize(total.strayed > 0)
         self.global_steps += 1
         self._sent = self.grid.traffic.report()
         for observer in self.observers:

@@ -237,3 +237,74 @@ def test_a_tied_layer_of_two_ranks_keeps_its_buffers(ranks: Any) -> None:
     for message in ranks(2, tied_batch_norm, [0, 2, 4]):
         assert "layers.1.running_mean is a buffer of a tied layer that several pipe ranks run" in message
     assert ranks(2, tied_batch_norm, [0, 1, 4]) == ["", ""]
+
+
+class FirstMean(nn.Module):
+    """A layer whose buffer is the mean of the first inputs, as an ActNorm's."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.mean.any():
+            self.mean.copy_(x.detach().mean(0))
+        y: Tensor = self.linear(x - self.mean)
+        return y
+
+
+def norms() -> list[nn.Module]:
+    torch.manual_seed(2)
+    return [layer.double() for layer in (FirstMean(), nn.BatchNorm1d(WIDTH))]
+
+
+def failing(step: int, failed: int, replica: int) -> tuple[Tensor, Tensor]:
+    x, y = batch(step)[replica]
+    return x, y * math.nan if step == failed else y
+
+
+def after_failures(piped: bool, failed: int) -> tuple[State, State]:
+    """Return this replica's buffers after the failed step, and weights and buffers after all steps."""
+    grid, found = Grid(data=2, timeout=60), [State()]
+    model = PipelineModule(norms(), grid=grid, loss_fn=mean_loss) if piped else nn.Sequential(*norms())
+    optimizer, sizes = triax.Optimizer("SGD", lr=0.1), triax.Batch(microbatch=5, microbatches=1)
+    engine: Any = triax.Engine(model, grid=grid, optimizer=optimizer, batch=sizes)
+    for step in range(STEPS):
+        x, y = failing(step, failed, grid.data.rank)
+        try:
+            if piped:
+                engine.train_batch(iter([(x, y)]))
+            else:
+                engine.backward(mean_loss(engine(x), y))
+                engine.step()
+        except triax.AgreedError:
+            found.append({name: buffer.clone() for name, buffer in engine.module.named_buffers()})
+    return found[-1], engine.module_state_dict()
+
+
+@pytest.mark.parametrize("failed", [0, STEPS - 1])
+@pytest.mark.parametrize("piped", [False, True])
+def test_buffers_of_a_failed_step_are_the_first_replicas(ranks: Any, piped: bool, failed: int) -> None:
+    """A step that a nan loss ended left each replica its own buffers, some of them for ever."""
+    models = [nn.Sequential(*norms()) for _ in range(2)]
+    after = State()
+    for step in range(STEPS):
+        for replica, model in enumerate(models):
+            x, y = failing(step, failed, replica)
+            (mean_loss(model(x), y) / 2).backward()
+        with torch.no_grad():
+            for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+                if step != failed:
+                    mine -= 0.1 * (mine.grad + other.grad)  # type: ignore[operator]
+                    other.copy_(mine)
+                mine.grad = other.grad = None
+        models[1].load_state_dict(models[0].state_dict())
+        after = dict(models[0].named_buffers()) if step == failed else after
+        after = {name: buffer.clone() for name, buffer in after.items()}
+    prefix = "layers." if piped else ""
+    for held, whole in ranks(2, after_failures, piped, failed):
+        same(held, {f"{prefix}{name}": value for name, value in after.items()})
+        same(whole, {f"{prefix}{name}": value for name, value in models[0].state_dict().items()})
