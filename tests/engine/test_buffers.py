@@ -239,6 +239,58 @@ def test_a_tied_layer_of_two_ranks_keeps_its_buffers(ranks: Any) -> None:
     assert ranks(2, tied_batch_norm, [0, 1, 4]) == ["", ""]
 
 
+class Scaled(nn.Linear):
+    """A linear layer whose buffers are set by the program, or by a checkpoint."""
+
+    scale: Tensor
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("scale", torch.tensor([scale, math.nan], dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale[0]
+
+
+def tied_scale(folder: Path, scale: float) -> State:
+    """Train one step; save it, or with another scale load it and take the second step."""
+    grid = Grid(pipe=2, timeout=30)
+    tied = TiedLayerSpec("scaled", Scaled, scale)
+    layers = [tied, LayerSpec(nn.Linear, WIDTH, WIDTH), tied]
+    model = PipelineModule(layers, grid=grid, loss_fn=mean_loss, dtype=torch.float64, partition=[0, 1, 3])
+    engine = triax.initialize(model=model, config=config(grid, 0))[0]
+    if scale != 2.0:
+        engine.load_checkpoint(folder)
+        engine.eval_batch(iter(own(grid, 1)))
+    engine.train_batch(iter(own(grid, int(scale != 2.0))))
+    if scale == 2.0:
+        engine.save_checkpoint(folder)
+    state: State = engine.module_state_dict()
+    return state
+
+
+def test_a_tied_layer_of_two_ranks_loads_its_buffers(ranks: Any, tmp_path: Path) -> None:
+    """The first step after loading took the loaded values for a change of its own; a NaN was refused in each step."""
+    start: State = ranks(2, tied_scale, tmp_path, 2.0)[0]
+    tied, linear = Scaled(2.0), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    model = nn.Sequential(tied, linear, tied)
+    model.load_state_dict({name.removeprefix("layers."): value for name, value in start.items()}, strict=False)
+    losses = [mean_loss(model(x), y) / MICRO for x, y in batch(1)]
+    torch.stack(losses).sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+    wanted = model.state_dict()
+    for found in ranks(2, tied_scale, tmp_path, 1.0):
+        torch.testing.assert_close(
+            found,
+            {name: wanted[name.removeprefix("layers.")] for name in found},
+            rtol=1e-10,
+            atol=1e-13,
+            equal_nan=True,
+        )
+
+
 class FirstMean(nn.Module):
     """A layer whose buffer is the mean of the first inputs, as an ActNorm's."""
 
