@@ -431,6 +431,8 @@ class ModuleEngine(Engine):
         self.data_axis.access.take_back(look=reduced)
         losses = self._losses.take()
         total = self._totals(grid, losses)
+        if total.strayed is not None:
+            self.replica_buffers.synchronize(total.strayed > 0)
         replicas = grid.data.size * self.replicas.contributing
         weight, value = replicas * self.batch.accumulation, total.loss / replicas if losses.values else None
         loss = torch.tensor(math.nan if value is None else value, dtype=torch.float64)
@@ -448,8 +450,6 @@ class ModuleEngine(Engine):
             self.optimizer_step.advance(grid)
         if self.auxiliary:
             self.auxiliary.end(grid, self.auxiliary_sums, weight, not taken, self.grid.rank == 0)
-        if total.strayed is not None:
-            self.replica_buffers.synchronize(total.strayed > 0)
         self.global_steps += 1
         for observer in self.observers:
             observer.after_step(grid, loss)

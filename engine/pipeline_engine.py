@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.checks import check_count
+from ..base.checksum import checksum
 from ..base.errors import AgreedError, ConfigError
 from ..base.evaluating import evaluating
 from ..base.option_error import Note, OptionError
@@ -169,9 +170,9 @@ class PipelineEngine(Engine):
         self.auxiliary = AuxiliarySteps(module, self.grid, module.auxiliary)
         self.replica_buffers = ReplicaBuffers(module, self._step_grid)
         self._tied_buffers = [
-            (f"{prefix}.{name}", layer, name, buffer.clone())
+            (f"{prefix}.{name}", layer, name)
             for prefix, layer in module.layers_of_several_ranks()
-            for name, buffer in layer.named_buffers()
+            for name, _ in layer.named_buffers()
         ]
         self._make_step(parts)
         self.data_axis.access.connect(
@@ -271,6 +272,8 @@ class PipelineEngine(Engine):
         losses = [*result.named.values()]
         total, named = self.named_losses.totals(grid, losses, own, self.optimizer_step.totals, training=True)
         self._running = None
+        if total.strayed is not None:
+            self.replica_buffers.synchronize(total.strayed > 0)
         weight = total.weight
         if total.unused and not self.auxiliary:
             self._leave_out_unreached(grid, result)
@@ -294,8 +297,6 @@ class PipelineEngine(Engine):
         self.data_axis.access.hide()
         if self.auxiliary:
             self.auxiliary.end(grid, self.auxiliary_sums, weight, not taken, self.grid.rank == 0)
-        if total.strayed is not None:
-            self.replica_buffers.synchronize(total.strayed > 0)
         self.global_steps += 1
         self._sent = self.grid.traffic.report()
         for observer in self.observers:
@@ -305,19 +306,27 @@ class PipelineEngine(Engine):
     def _fetch(self, grid: Grid, data_iter: Iterator[Any] | None) -> Sequence[Microbatch]:
         """Read the microbatches of a training step. Collective over the grid."""
         source = self._own_data if data_iter is None else data_iter
+        loader = self.training_dataloader if data_iter is None else None
+        position = None if loader is None else loader.state_dict()
         with self.spans("batch"):
-            microbatches, changed = self.feed.fetch(
-                grid, source, self.batch.accumulation, "train_batch", self._untrainable()
-            )
+            try:
+                microbatches, changed = self.feed.fetch(
+                    grid, source, self.batch.accumulation, "train_batch", self._untrainable()
+                )
+            except AgreedError:
+                if loader is not None and position is not None:
+                    loader.load_state_dict(position)  # the next call reads this step's samples again
+                    self.feed.misplaced = None
+                raise
+        if changed:
+            self.executor.forget_schemas()
         for microbatch in microbatches:
             self.observer.count_tokens(microbatch.inputs)
-        if data_iter is None and self.training_dataloader is not None and not self.feed.reads:
-            self.training_dataloader.advance(self.batch.accumulation)
+        if loader is not None and not self.feed.reads:
+            loader.advance(self.batch.accumulation)
         elif data_iter is not None and self.module.is_first:
             self.replica_rows.see(microbatches[0].inputs)
             self.replica_rows.compare()
-        if changed:
-            self.executor.forget_schemas()
         return microbatches
 
     def compute_again(self) -> list[Tensor | float]:
@@ -338,10 +347,10 @@ class PipelineEngine(Engine):
             counts = self.module.is_last and grid.tensor.is_first
             scale, share = self.optimizer_step.scale, self.replicas.share
             self.auxiliary.begin(grid, self.module.loss_fn, labels, samples, counts, scale, share)
-        with self.spans("program"):
-            result = self.executor.run(self.program, microbatches)
-        self.feed.wait_sent()
-        self._require_tied_buffers()
+        with self._unchanged_tied_buffers():
+            with self.spans("program"):
+                result = self.executor.run(self.program, microbatches)
+            self.feed.wait_sent()
         if (problem := self._tree.problem()) is not None:  # a forward pass has changed the model
             raise RuntimeError(problem)
         with self.spans("reduce"):
@@ -357,10 +366,13 @@ class PipelineEngine(Engine):
         """Set the number of samples of the step that other grids have before this one's: dropout depends on it."""
         self.feed.shift = samples
 
-    def _require_tied_buffers(self) -> None:
-        """Refuse a step that has changed a buffer of a tied layer of several ranks: the ranks' values would differ."""
-        for name, layer, key, buffer in self._tied_buffers:
-            if not torch.equal(layer.get_buffer(key), buffer):
+    @contextmanager
+    def _unchanged_tied_buffers(self) -> Iterator[None]:
+        """Refuse a program that changes a buffer of a tied layer of several ranks: the ranks' values would differ."""
+        sums = [int(checksum(layer.get_buffer(key))) for _, layer, key in self._tied_buffers]
+        yield
+        for (name, layer, key), before in zip(self._tied_buffers, sums, strict=True):
+            if int(checksum(layer.get_buffer(key))) != before:
                 raise RuntimeError(
                     f"{name} is a buffer of a tied layer that several pipe ranks run, and this step has changed it: "
                     "each rank would have values of its own. Give PipelineModule a partition with all uses of the "
@@ -426,8 +438,9 @@ class PipelineEngine(Engine):
             if changed:
                 self.executor.forget_schemas()
             program = self._evaluation(count)
-            result = self.executor.run(program, microbatches, outputs=return_logits, loss=compute_loss)
-            self.feed.wait_sent()
+            with self._unchanged_tied_buffers():
+                result = self.executor.run(program, microbatches, outputs=return_logits, loss=compute_loss)
+                self.feed.wait_sent()
             loss = None
             if compute_loss:
                 own, losses = _own_sums(grid, result), [*result.named.values()]

@@ -42,7 +42,7 @@ class ReplicaBuffers:
         self._module, self._grid = module, grid
         self._seen: dict[str, _Seen] = {}
         self._changing: dict[str, str] = {}  # name -> shape and dtype of the buffers that are broadcast
-        self._strayed: set[str] = set()  # other buffers that the last step changed on this rank
+        self._strayed: set[str] = set()  # other buffers that steps changed on this rank
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._compared, self._modes = _COMPARED, [False]
         self._exist = False
@@ -58,7 +58,7 @@ class ReplicaBuffers:
         return self._exist
 
     def strayed(self) -> bool:
-        """Return True if this step changed a buffer on this rank that is not broadcast yet."""
+        """Return True if a step has changed a buffer on this rank that is not broadcast yet."""
         modes = [module.training for module, _ in self._places.values()]
         if modes != self._modes:
             self._modes, self._compared = modes, _COMPARED
@@ -81,9 +81,9 @@ class ReplicaBuffers:
                 self._seen[name] = now = _Seen(buffer, buffer._version, int(checksum(buffer)))
                 if seen is not None and (now.sum != seen.sum or _kind(buffer) != _kind(seen.buffer)):
                     strayed.add(name)
-        self._strayed = strayed
+        self._strayed |= strayed  # also of a step that failed before it synchronized
         self._compared = max(0, self._compared - 1)
-        return bool(strayed)
+        return bool(self._strayed)
 
     @torch.no_grad()
     def synchronize(self, strayed: bool) -> None:
@@ -116,6 +116,7 @@ class ReplicaBuffers:
         kinds = {name: _kind(buffer) for name, buffer in named.items()}
         with self._grid.world.traffic.uncounted():
             told = self._grid.data_context.all_gather_json((kinds, sorted(self._strayed | self._changing.keys())))
+        self._strayed = set()
         wanted = {name for _, names in told for name in names}
         self._changing = {
             name: kind for name, kind in kinds.items() if name in wanted and all(k.get(name) == kind for k, _ in told)

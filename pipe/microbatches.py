@@ -55,6 +55,7 @@ class MicrobatchFeed:
 
     Attributes:
         shift: number of samples of the step that other grids have before this one's.
+        misplaced: iterator that failed on some ranks of its replica only, so that these may be at different samples.
     """
 
     def __init__(self, module: PipelineModule, dtype: torch.dtype | None = None, sends_labels: bool = False) -> None:
@@ -73,6 +74,8 @@ class MicrobatchFeed:
         self._field_numbers = numbers()
         self._formats: list[Format] = []  # of the last microbatches
         self.shift = 0
+        self.misplaced: Iterator[Any] | None = None
+        self._failed: list[int] = []  # microbatches of the last step for which ``next`` failed
         self._first_sample = 0  # number of this replica's first sample in the global batch
         self._parameters = list(module.parameters())
         self._trained: list[bool] = []
@@ -112,13 +115,15 @@ class MicrobatchFeed:
         items: list[MicrobatchItem] = []
         cause: BaseException | None = None
         formats = [Format()] * count
-        if problem is None and self.reads:
+        self._failed = []
+        if self.reads:
             try:
                 items, formats = self._read(data_iter, count)
             except _BadData as error:
-                problem, cause = f"{grid.describe()}: {error}", error.__cause__
+                if problem is None:
+                    problem, cause = f"{grid.describe()}: {error}", error.__cause__
         call = f"{call} of {count} microbatches"
-        new_formats, new_trained = self._agree(grid, formats, call, problem, cause)
+        new_formats, new_trained = self._agree(grid, data_iter, formats, call, problem, cause)
         if new_formats:
             self._share_formats(grid, items, formats)
         return self._microbatches(items), new_trained
@@ -126,50 +131,80 @@ class MicrobatchFeed:
     def _read(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[MicrobatchItem], list[Format]]:
         """Read the next microbatches on this rank; returns them and their formats.
 
+        After an error it reads the rest of the step too, as the other ranks do. So the next inputs and labels, which
+        different ranks read, are of the same samples.
+
         Raises:
-            _BadData: the iterator has no further valid microbatch. The other ranks must be told before this one raises.
+            _BadData: a microbatch is missing or not valid. The other ranks must be told before this one raises.
         """
         if not hasattr(data_iter, "__next__"):
+            self._failed = [-1]
             what = "None" if data_iter is None else f"a {type(data_iter).__name__}"
             raise _BadData(f"data_iter is {what}, not an iterator: pass iter(loader) once and keep it")
         assert data_iter is not None
+        if data_iter is self.misplaced:
+            raise _BadData(
+                "this data iterator failed in an earlier call on some ranks only, so that ranks which share samples "
+                "may be at different ones: give every rank a new iterator"
+            )
         items: list[MicrobatchItem] = []
         formats: list[Format] = []
+        errors: list[_BadData] = []
         for index in range(count):
             try:
-                item = next(data_iter)
+                value = next(data_iter)
             except StopIteration:
-                raise _BadData(
+                text = (
                     f"the data ended after {index} of the {count} microbatches of this step: give whole steps, "
                     "or an iterator that starts again"
-                ) from None
+                )
+                errors.append(_BadData(text))
+                self._failed.append(index)
+                break
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
                 at = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"microbatch {index}, in line {at.lineno} of {at.filename}"
-                raise _BadData(f"the data iterator failed at {where}: {what}") from error
-            if isinstance(item, Mapping) and getattr(self._module.loss_fn, "next_tokens", False):
-                raise _BadData(
-                    f"microbatch {index} is a dict, whose labels are taken to be the token ids themselves, as "
-                    f"transformers' collators make them, but {type(self._module.loss_fn).__name__} needs the token "
-                    "that follows each position: use loss_fn=triax.CausalLMLoss(grid=grid), which shifts them, or give "
-                    "pairs (ids, next tokens)"
-                )
+                errors.append(_BadData(f"the data iterator failed at {where}: {what}"))
+                errors[-1].__cause__ = error
+                self._failed.append(index)
+                continue
             try:
-                item = item_of(item, self._taken)
-            except TypeError as error:
-                raise _BadData(f"microbatch {index} {error}") from error
-            try:
-                tensors, schema = flatten(item.inputs, sent=False)
-            except TypeError as error:
-                raise _BadData(f"the inputs of microbatch {index}: {error}") from error
-            items.append(item)
-            samples = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
-            fields = self._field_schema_id(index, item) if self._module.is_first else 0
-            tokens = tensors[0].shape[1] if tensors and tensors[0].dim() > 1 else 0
-            number = self._schemas.setdefault(schema, len(self._schemas))
-            formats.append(Format(number, samples, fields, tokens))
+                item, format_ = self._item(index, value)
+            except _BadData as error:
+                errors.append(error)
+            else:
+                items.append(item)
+                formats.append(format_)
+        if errors:
+            raise errors[0]
         return items, formats
+
+    def _item(self, index: int, value: Any) -> tuple[MicrobatchItem, Format]:
+        """Return a microbatch that was read, and its format.
+
+        Raises:
+            _BadData: it is not a pair or a dict, or lacks a field.
+        """
+        if isinstance(value, Mapping) and getattr(self._module.loss_fn, "next_tokens", False):
+            raise _BadData(
+                f"microbatch {index} is a dict, whose labels are taken to be the token ids themselves, as "
+                f"transformers' collators make them, but {type(self._module.loss_fn).__name__} needs the token "
+                "that follows each position: use loss_fn=triax.CausalLMLoss(grid=grid), which shifts them, or give "
+                "pairs (ids, next tokens)"
+            )
+        try:
+            item = item_of(value, self._taken)
+        except TypeError as error:
+            raise _BadData(f"microbatch {index} {error}") from error
+        try:
+            tensors, schema = flatten(item.inputs, sent=False)
+        except TypeError as error:
+            raise _BadData(f"the inputs of microbatch {index}: {error}") from error
+        samples = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
+        fields = self._field_schema_id(index, item) if self._module.is_first else 0
+        tokens = tensors[0].shape[1] if tensors and tensors[0].dim() > 1 else 0
+        return item, Format(self._schemas.setdefault(schema, len(self._schemas)), samples, fields, tokens)
 
     def _field_schema_id(self, index: int, item: MicrobatchItem) -> int:
         """Return the id of the schema of the fields that a microbatch sends.
@@ -188,12 +223,19 @@ class MicrobatchFeed:
         return self._field_schemas[schema]
 
     def _agree(
-        self, grid: Grid, formats: list[Format], call: str, problem: str | None, cause: BaseException | None
+        self,
+        grid: Grid,
+        data_iter: Iterator[Any] | None,
+        formats: list[Format],
+        call: str,
+        problem: str | None,
+        cause: BaseException | None,
     ) -> tuple[bool, bool]:
         """Find out whether formats, or the set of trained parameters, changed since the last step. Collective.
 
         Args:
             grid: grid whose ranks run the microbatches.
+            data_iter: the iterator that was read.
             formats: this rank's formats.
             call: the call that all ranks make.
             problem: reason why this rank cannot run the microbatches, or None.
@@ -210,8 +252,11 @@ class MicrobatchFeed:
         failed, new_trained = problem is not None, trained != self._trained
         failed, new_trained, new_formats = map(bool, begin_call(grid, call, [failed, new_trained, new_formats]))
         if failed:
-            reasons = [reason for reason in grid.world.all_gather_json(problem) if reason]
-            raise AgreedError(reasons[0]) from cause
+            told = grid.world.all_gather_json((problem, grid.data.rank, self._failed if self.reads else None))
+            places = [place for _, replica, place in told if replica == grid.data.rank and place is not None]
+            if any(place != places[0] for place in places):
+                self.misplaced = data_iter
+            raise AgreedError(next(reason for reason, *_ in told if reason)) from cause
         self._trained = trained
         return new_formats, new_trained
 
@@ -232,7 +277,7 @@ class MicrobatchFeed:
             }
             for axis in (grid.tensor, grid.context):
                 if axis.size > 1 and (reason := difference(grid, axis, facts, grid.world)) is not None:
-                    self._formats = []
+                    self._formats, self._trained = [], []  # this step's changes are told again in the next one
                     raise AgreedError(f"{reason}: {_SAME_SAMPLES}")
         grid.pipe.broadcast(table, source=module.placement[0])
         self._formats = [Format(*row) for row in table.tolist()]

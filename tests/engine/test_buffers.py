@@ -231,3 +231,126 @@ def test_a_tied_layer_of_two_ranks_keeps_its_buffers(ranks: Any) -> None:
     for message in ranks(2, tied_batch_norm, [0, 2, 4]):
         assert "layers.1.running_mean is a buffer of a tied layer that several pipe ranks run" in message
     assert ranks(2, tied_batch_norm, [0, 1, 4]) == ["no error"] * 2
+
+
+class Scaled(nn.Linear):
+    """A linear layer whose buffers are set by the program, or by a checkpoint."""
+
+    scale: Tensor
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("scale", torch.tensor([scale, math.nan], dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale[0]
+
+
+def tied_scale(folder: Path, scale: float) -> State:
+    """Train one step; save it, or with another scale load it and take the second step."""
+    grid = Grid(pipe=2, timeout=30)
+    tied = TiedLayerSpec("scaled", Scaled, scale)
+    layers = [tied, LayerSpec(nn.Linear, WIDTH, WIDTH), tied]
+    model = PipelineModule(layers, grid=grid, loss_fn=mean_loss, dtype=torch.float64, partition=[0, 1, 3])
+    engine = triax.initialize(model=model, config=config(grid, 0))[0]
+    if scale != 2.0:
+        engine.load_checkpoint(folder)
+        engine.eval_batch(iter(own(grid, 1)))
+    engine.train_batch(iter(own(grid, int(scale != 2.0))))
+    if scale == 2.0:
+        engine.save_checkpoint(folder)
+    state: State = engine.module_state_dict()
+    return state
+
+
+def test_a_tied_layer_of_two_ranks_loads_its_buffers(ranks: Any, tmp_path: Path) -> None:
+    """The first step after loading took the loaded values for a change of its own; a NaN was refused in each step."""
+    start: State = ranks(2, tied_scale, tmp_path, 2.0)[0]
+    tied, linear = Scaled(2.0), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    model = nn.Sequential(tied, linear, tied)
+    model.load_state_dict({name.removeprefix("layers."): value for name, value in start.items()}, strict=False)
+    losses = [mean_loss(model(x), y) / MICRO for x, y in batch(1)]
+    torch.stack(losses).sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+    wanted = model.state_dict()
+    for found in ranks(2, tied_scale, tmp_path, 1.0):
+        torch.testing.assert_close(
+            found,
+            {name: wanted[name.removeprefix("layers.")] for name in found},
+            rtol=1e-10,
+            atol=1e-13,
+            equal_nan=True,
+        )
+
+
+class FirstMean(nn.Module):
+    """A layer whose buffer is the mean of the first inputs, as an ActNorm's."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.mean.any():
+            self.mean.copy_(x.detach().mean(0))
+        y: Tensor = self.linear(x - self.mean)
+        return y
+
+
+def norms() -> list[nn.Module]:
+    torch.manual_seed(2)
+    return [layer.double() for layer in (FirstMean(), nn.BatchNorm1d(WIDTH))]
+
+
+def failing(step: int, failed: int, replica: int) -> tuple[Tensor, Tensor]:
+    x, y = batch(step)[replica]
+    return x, y * math.nan if step == failed else y
+
+
+def after_failures(piped: bool, failed: int) -> tuple[State, State]:
+    """Return this replica's buffers after the failed step, and weights and buffers after all steps."""
+    grid, found = Grid(data=2, timeout=60), [State()]
+    model = PipelineModule(norms(), grid=grid, loss_fn=mean_loss) if piped else nn.Sequential(*norms())
+    optimizer, sizes = triax.Optimizer("SGD", lr=0.1), triax.Batch(microbatch=5, microbatches=1)
+    engine: Any = triax.Engine(model, grid=grid, optimizer=optimizer, batch=sizes)
+    for step in range(STEPS):
+        x, y = failing(step, failed, grid.data.rank)
+        try:
+            if piped:
+                engine.train_batch(iter([(x, y)]))
+            else:
+                engine.backward(mean_loss(engine(x), y))
+                engine.step()
+        except triax.AgreedError:
+            found.append({name: buffer.clone() for name, buffer in engine.module.named_buffers()})
+    return found[-1], engine.module_state_dict()
+
+
+@pytest.mark.parametrize("failed", [0, STEPS - 1])
+@pytest.mark.parametrize("piped", [False, True])
+def test_buffers_of_a_failed_step_are_the_first_replicas(ranks: Any, piped: bool, failed: int) -> None:
+    """A step that a nan loss ended left each replica its own buffers, some of them for ever."""
+    models = [nn.Sequential(*norms()) for _ in range(2)]
+    after = State()
+    for step in range(STEPS):
+        for replica, model in enumerate(models):
+            x, y = failing(step, failed, replica)
+            (mean_loss(model(x), y) / 2).backward()
+        with torch.no_grad():
+            for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+                if step != failed:
+                    mine -= 0.1 * (mine.grad + other.grad)  # type: ignore[operator]
+                    other.copy_(mine)
+                mine.grad = other.grad = None
+        models[1].load_state_dict(models[0].state_dict())
+        after = dict(models[0].named_buffers()) if step == failed else after
+        after = {name: buffer.clone() for name, buffer in after.items()}
+    prefix = "layers." if piped else ""
+    for held, whole in ranks(2, after_failures, piped, failed):
+        same(held, {f"{prefix}{name}": value for name, value in after.items()})
+        same(whole, {f"{prefix}{name}": value for name, value in models[0].state_dict().items()})
