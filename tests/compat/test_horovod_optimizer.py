@@ -20,7 +20,19 @@ from triax.compat.horovod import optimizer as horovod_optimizer
 from triax.testing.pool import RankFailure
 
 from support.horovod_example import EXAMPLE, plain_example
-from support.horovod_models import MAKERS, WIDTH, Halves, groups, held, hvd_grid, loss_of, net, plain, started
+from support.horovod_models import (
+    MAKERS,
+    WIDTH,
+    Halves,
+    groups,
+    has_batch,
+    held,
+    hvd_grid,
+    loss_of,
+    net,
+    plain,
+    started,
+)
 
 
 def example(*options: str) -> tuple[dict[str, Tensor], Any]:
@@ -66,9 +78,9 @@ def distributed(kind: str, passes: int, steps: int, how: str, **options: Any) ->
             scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if how == "scaler" else None
 
             def run(step: int) -> Tensor:
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=not how.endswith("zeroed in place"))
                 total = torch.zeros((), dtype=torch.float64)
-                for micro in range(passes):
+                for micro in range(passes if has_batch(how, step, hvd.rank()) else 0):
                     loss = loss_of(model, step, micro, hvd.rank())
                     (loss if scaler is None else scaler.scale(loss)).backward()
                     total += loss.detach()
@@ -80,6 +92,8 @@ def distributed(kind: str, passes: int, steps: int, how: str, **options: Any) ->
                     scheduler.step()
                     continue
                 run(step)
+                if how.startswith("idle"):  # a call of the script's: it is on a group of its own, whatever was started
+                    assert float(hvd.allreduce(torch.ones(1), op=hvd.Sum)) == 2.0
                 if how == "synchronize":
                     optimizer.synchronize()
                     optimizer.synchronize()  # sends nothing more
@@ -114,38 +128,18 @@ def distributed(kind: str, passes: int, steps: int, how: str, **options: Any) ->
         (2, "AdamW", 1, "scaler", {"groups": "lists"}),
         (4, "SGD", 2, "step", {"op": hvd.Sum, "capacity": 100}),
         (4, "AdamW", 1, "synchronize", {"gradient_predivide_factor": 3.0}),
+        (2, "SGD", 1, "zeroed in place", {}),
+        (2, "SGD", 1, "idle", {}),
+        (2, "SGD", 1, "idle, zeroed in place", {}),
     ],
 )
 def test_weights_are_those_of_one_process(
     ranks: Any, count: int, kind: str, passes: int, how: str, options: dict[str, Any]
 ) -> None:
-    wanted = plain(kind, count, passes, 5, 1.0 if options.get("op") == hvd.Sum else 1.0 / count)
+    """Zeros are gradients, as in torch: weight decay and momentum still act. A rank without a batch gives zeros."""
+    wanted = plain(kind, count, passes, 5, 1.0 if options.get("op") == hvd.Sum else 1.0 / count, how)
     for found in ranks(count, distributed, kind, passes, 5, how, **options):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
-
-
-def test_gradients_that_are_zeroed_in_place(ranks: Any) -> None:
-    """Zeros are gradients, as in torch: weight decay and momentum still act."""
-    model = net()
-    optimizer = MAKERS["SGD"](groups(model))
-    for step in range(4):
-        optimizer.zero_grad(set_to_none=False)
-        for rank in range(2):
-            (0.5 * loss_of(model, step, 0, rank)).backward()
-        optimizer.step()
-    for found in ranks(2, zeroed_in_place):
-        torch.testing.assert_close(found, [p.detach() for p in model.parameters()], rtol=1e-10, atol=1e-13)
-
-
-def zeroed_in_place() -> list[Tensor]:
-    with started():
-        model = net()
-        optimizer = hvd.DistributedOptimizer(MAKERS["SGD"](groups(model)), model.named_parameters())
-        for step in range(4):
-            optimizer.zero_grad(set_to_none=False)
-            loss_of(model, step, 0, hvd.rank()).backward()
-            optimizer.step()
-        return [p.detach() for p in model.parameters()]
 
 
 def test_gradients_and_state_are_held_once(ranks: Any) -> None:
@@ -223,35 +217,6 @@ def test_compression_sends_narrow_gradients_within_rounding(ranks: Any) -> None:
             torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-7)
     flags = 8  # one byte for each parameter that is trained
     assert sent["none"] - flags == 2 * (sent["fp16"] - flags) == 2 * (sent["bf16"] - flags) > 0
-
-
-def idle(set_to_none: bool) -> list[Tensor]:
-    """Rank 1 has no batch in the second step."""
-    with started():
-        model = net()
-        optimizer = hvd.DistributedOptimizer(MAKERS["SGD"](groups(model)), model.named_parameters())
-        for step in range(3):
-            optimizer.zero_grad(set_to_none)
-            if hvd.rank() == 0 or step != 1:
-                loss_of(model, step, 0, hvd.rank()).backward()
-            # A call of the script's between: it is on a group of its own, whatever was started before it.
-            assert float(hvd.allreduce(torch.ones(1), op=hvd.Sum)) == 2.0
-            optimizer.step()
-        return [p.detach() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_rank_without_a_batch_takes_part_with_zeros(ranks: Any, set_to_none: bool) -> None:
-    model = net()
-    optimizer = MAKERS["SGD"](groups(model))
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in range(2):
-            if rank == 0 or step != 1:
-                (0.5 * loss_of(model, step, 0, rank)).backward()
-        optimizer.step()
-    for found in ranks(2, idle, set_to_none):
-        torch.testing.assert_close(found, [p.detach() for p in model.parameters()], rtol=1e-10, atol=1e-13)
 
 
 def steps_too_much() -> None:

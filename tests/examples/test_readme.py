@@ -226,10 +226,14 @@ def test_the_program_works_with_every_schedule_s_name(ranks: Any, tmp_path: Path
     assert len(set(first)) == 1 and "step 1: " in first[0] and not any(second)
 
 
+# The programs run in test_torchruns_programs_print_what_one_process_prints; here in processes of their own.
+PROGRAMS = ("torchrun ", "python first.py")
+
+
 @pytest.mark.parametrize(
     ("line", "command"),
     [
-        pytest.param(*each, marks=pytest.mark.exhaustive if each[1].startswith("torchrun ") else ())
+        pytest.param(*each, marks=pytest.mark.exhaustive if each[1].startswith(PROGRAMS) else ())
         for each in [*commands(README.read_text()), *(each for each in ON_PAGES if each[1] not in TYPED)]
     ],
 )

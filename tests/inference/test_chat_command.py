@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from triax.cli.main import main
 from triax.data import train_tokenizer
 from triax.data.sources import Reading, find_sources
 
-from support.command_line import run_triax
+from support.command_line import run_main, run_triax
 from support.tokenized import write_json_lines
 
 transformers = pytest.importorskip("transformers")
@@ -51,19 +47,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "model"
 
 
-def talk(*words: object, lines: str = "") -> tuple[Any, str, str]:
-    """Run the command with lines as its input; return exit code, output and error output."""
-    before, sys.argv, given = sys.argv, ["triax", "generate", *map(str, words)], sys.stdin
-    out, err = io.StringIO(), io.StringIO()
-    sys.stdin = io.StringIO(lines)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left:
-            main()
-    finally:
-        sys.argv, sys.stdin = before, given
-    return left.value.code, out.getvalue(), err.getvalue()
-
-
 def answers_of_transformers(folder: Path, system: str) -> list[str]:
     """Return the answers to the turns, greedily, 12 tokens each."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
@@ -85,9 +68,9 @@ def test_a_talk_is_that_of_transformers(ranks: Any, folder: Path) -> None:
     words = (folder, "--chat", "--system", "be brief", "--temperature", 0, "--max-new-tokens", 12)
     lines = f"{TURNS[0]}\n\n  {TURNS[1]}\n"
     shown = "".join(f"{answer}\n" for answer in wanted)
-    code, out, err = talk(*words, lines=lines)
+    code, out, err = run_main("generate", *words, lines=lines)
     assert (code, out) == (0, shown), err
-    code, out, err = talk(*words, "--prompt", TURNS[0])
+    code, out, err = run_main("generate", *words, "--prompt", TURNS[0])
     assert (code, out) == (0, f"{wanted[0]}\n"), err
     for rank, (code, out, err) in enumerate(ranks(2, two_stages, folder, words, lines, init_group=False)):
         assert (code, out) == (0, "" if rank else shown), err
@@ -108,12 +91,12 @@ def test_special_tokens_end_an_answer_and_are_not_shown(folder: Path, tmp_path: 
         model.save_pretrained(tmp_path / "model")
         tokenizer.save_pretrained(tmp_path / "model")
         words = (tmp_path / "model", "--chat", "--prompt", "hello", "--temperature", 0)
-        code, out, err = talk(*words, "--max-new-tokens", 8 if end is None else at + 1)
+        code, out, err = run_main("generate", *words, "--max-new-tokens", 8 if end is None else at + 1)
         assert (code, out) == (0, tokenizer.decode(shown, skip_special_tokens=True) + "\n"), err
 
 
 def two_stages(folder: Path, words: tuple[object, ...], lines: str) -> tuple[Any, str, str]:
-    return talk(*words, "--pipe", 2, lines=lines)
+    return run_main("generate", *words, "--pipe", 2, lines=lines)
 
 
 def test_what_a_chat_cannot_do(folder: Path, tmp_path: Path) -> None:

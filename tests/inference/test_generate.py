@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 import subprocess
@@ -16,7 +14,6 @@ import torch
 
 import triax
 from triax.base.errors import ConfigError
-from triax.cli.main import main
 from triax.cli.model_folder import family, find_model
 from triax.cli.model_text import open_text
 from triax.grid import Grid
@@ -24,6 +21,7 @@ from triax.models.gpt import GPTConfig, gpt_layers
 from triax.models.huggingface.load import load_hf
 from triax.models.huggingface.save import save_hf
 
+from support.command_line import run_main
 from support.paths import ROOT
 from support.processes import program
 
@@ -117,18 +115,6 @@ def command(*words: object, launcher: list[str] | None = None) -> subprocess.Com
     return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
 
 
-def inside(*words: object) -> tuple[Any, str, str]:
-    """Exit code, output and error output of the command in this process, which has torch already."""
-    before, sys.argv = sys.argv, ["triax", "generate", *map(str, words)]
-    out, err = io.StringIO(), io.StringIO()
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left:
-            main()
-    finally:
-        sys.argv = before
-    return left.value.code, out.getvalue(), err.getvalue()
-
-
 def options_of(folder: Path) -> list[object]:
     return [folder, "--prompt", "dé", "--max-new-tokens", 20, "--temperature", 0.8, "--seed", 3, "--top-k", 30]
 
@@ -143,11 +129,11 @@ def the_text(folder: Path) -> str:
 def test_the_same_text_from_every_start(ranks: Any, folder: Path) -> None:
     """Alone, as the command that starts two stages, and under torchrun's environment on two tensor ranks."""
     options, wanted = options_of(folder), the_text(folder)
-    code, out, err = inside(*options)
+    code, out, err = run_main("generate", *options)
     assert (code, out) == (0, wanted) and err.startswith("20 tokens in ")
     started = command(*options, "--pipe", 2)
     assert (started.returncode, started.stdout) == (0, wanted), started.stderr
-    for rank, (code, out, _) in enumerate(ranks(2, inside, *options, init_group=False)):
+    for rank, (code, out, _) in enumerate(ranks(2, run_main, "generate", *options, init_group=False)):
         assert (code, out) == (0, "" if rank else wanted)
 
 
@@ -161,7 +147,7 @@ def test_the_same_text_under_torchrun(folder: Path) -> None:
 
 def test_what_cannot_be_is_one_line(folder: Path) -> None:
     """Found by this process, and by the ranks that it starts."""
-    code, out, err = inside("nowhere", "--prompt", "x")
+    code, out, err = run_main("generate", "nowhere", "--prompt", "x")
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert "nowhere does not exist. Give a folder as transformers saves it, or a run of" in err
     done = command(folder, "--prompt", "x", "--tensor", 3)
@@ -180,9 +166,11 @@ def test_what_cannot_be_is_one_line(folder: Path) -> None:
     ],
 )
 def test_what_the_model_cannot_do(folder: Path, options: tuple[object, ...], message: str) -> None:
-    code, out, err = inside(folder, *(() if "--prompt" in options else ("--prompt", "x")), *options)
+    code, out, err = run_main("generate", folder, *(() if "--prompt" in options else ("--prompt", "x")), *options)
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
-    assert "--prompt is empty, but the model needs a text to continue" in inside(folder, "--prompt", "")[2]
+    assert (
+        "--prompt is empty, but the model needs a text to continue" in run_main("generate", folder, "--prompt", "")[2]
+    )
 
 
 def test_a_folder_names_a_family_and_brings_no_code(tmp_path: Path) -> None:
@@ -239,7 +227,7 @@ def test_the_programs_of_the_generation_page_run(ranks: Any, tmp_path: Path, mon
     (tmp_path / "program.py").write_text(source)
     ranks(1, program, ["program.py"], str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")  # narrow tables cut long names
-    _, known, _ = inside("--help")
+    _, known, _ = run_main("generate", "--help")
     for command_line in re.findall(r"^triax generate (.*)$", text, re.MULTILINE):
         assert all(word in known for word in command_line.split() if word.startswith("--")), command_line
 

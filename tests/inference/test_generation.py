@@ -15,22 +15,10 @@ from triax.grid import Grid
 from triax.inference.engine import init_inference
 from triax.inference.sampling import NOT_FINITE, Sampling, choose
 from triax.models.gpt import GPTLoss, gpt_layers
-from triax.models.llama import LlamaConfig
 from triax.pipe.module import PipelineModule
 
-from support.generating_models import GPT, LIMITS, PROMPTS, model
+from support.generating_models import GPT, LIMITS, LLAMA, PROMPTS, model
 from support.reference import gpt_logits
-
-LLAMA = LlamaConfig(
-    vocab_size=53,
-    max_position_embeddings=32,
-    hidden_size=24,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=1,
-    intermediate_size=40,
-)
-
 
 DRAWS: list[dict[str, Any]] = [
     {"temperature": 1.0},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,29 +15,12 @@ from triax.grid import Grid, layout_of
 from triax.inference.engine import init_inference
 from triax.inference.int8 import Int8, dequantize, quantize, quantize_tensor, weight_bytes
 from triax.models.gpt import GPTConfig, gpt_layers
-from triax.models.llama import LlamaConfig, llama_layers
 
-GPT = GPTConfig(vocab_size=53, max_position_embeddings=32, hidden_size=24, num_hidden_layers=3, num_attention_heads=4)
-LLAMA = LlamaConfig(
-    vocab_size=53,
-    max_position_embeddings=32,
-    hidden_size=24,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=1,
-    intermediate_size=40,
-    tie_word_embeddings=False,
-)
+from support.generating_models import GPT, LLAMA, model
+
+UNTIED = replace(LLAMA, tie_word_embeddings=False)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [50] * 7]
 OPTIONS = [Int8(group=7), Int8(groups=3, symmetric=False)]  # groups that the tensor axis cuts
-
-
-def model(config: Any, grid: Grid | None = None) -> triax.PipelineModule:
-    layers = gpt_layers(config) if isinstance(config, GPTConfig) else llama_layers(config)
-    module = triax.PipelineModule(layers, grid=grid, dtype=torch.float64)
-    for parameter in {id(p): p for p in module.parameters()}.values():
-        parameter.data *= 5
-    return module.eval()
 
 
 def by_hand(w: Tensor, size: int, symmetric: bool) -> Tensor:
@@ -70,9 +54,9 @@ def test_numbers_are_those_of_the_formula(options: Int8) -> None:
 def on_grid(sizes: tuple[int, int, int]) -> dict[str, Any]:
     """Tokens with quantized weights, and this rank's quantized numbers in the whole weights."""
     grid, results = Grid(*sizes), {}
-    for config in (GPT, LLAMA):
+    for config in (GPT, UNTIED):
         for options in OPTIONS:
-            engine = init_inference(model(config, grid), int8=options, max_batch=3)
+            engine = init_inference(model(config, grid).eval(), int8=options, max_batch=3)
             name = f"{type(config).__name__} {options}"
             results[name] = engine.generate(PROMPTS, 9, temperature=0, logprobs=True)
         results[name] += engine.generate(PROMPTS, 9, num_beams=2, logprobs=True)
@@ -94,9 +78,7 @@ def test_every_grid_of_int8_weights_generates_the_same_tokens(ranks: Any, sizes:
 
 def test_int8_weights_take_a_quarter_with_small_errors() -> None:
     """The logits of a model in 8 bits beside those of the same model in fp32."""
-    config = GPTConfig(
-        vocab_size=256, max_position_embeddings=64, hidden_size=128, num_hidden_layers=4, num_attention_heads=4
-    )
+    config = GPTConfig(256, 64, 128, 4, 4)
     module = triax.PipelineModule(gpt_layers(config)).eval()
     ids = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from triax.grid import Grid
 from triax.inference.decode_loop import layers_with_cache
 from triax.inference.kv_cache import KVCache
-from triax.models.gpt import GPTConfig, gpt_layers
-from triax.models.llama import LlamaConfig, llama_layers
 from triax.pipe.module import PipelineModule
 
+from support.generating_models import GPT, LLAMA, model
 from support.reference import gpt_logits
 
-GPT = GPTConfig(vocab_size=53, max_position_embeddings=16, hidden_size=24, num_hidden_layers=3, num_attention_heads=4)
-LLAMA = LlamaConfig(
-    vocab_size=53,
-    max_position_embeddings=16,
-    hidden_size=24,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    intermediate_size=40,
-)
-QWEN = LlamaConfig(
-    vocab_size=53,
-    max_position_embeddings=16,
-    hidden_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    intermediate_size=40,
-    qkv_bias=True,
-    qk_norm=True,
-)
-
-
-def model(config: Any, grid: Grid | None = None) -> PipelineModule:
-    layers = gpt_layers(config) if isinstance(config, GPTConfig) else llama_layers(config)
-    module = PipelineModule(layers, grid=grid, dtype=torch.float64)
-    for parameter in module.parameters():
-        parameter.data *= 5  # at their initial size, all logits are nearly alike
-    return module.eval()
+GROUPED = replace(LLAMA, num_attention_heads=6, num_key_value_heads=2, head_dim=4)
+QWEN = replace(LLAMA, num_hidden_layers=2, num_key_value_heads=4, qkv_bias=True, qk_norm=True)
 
 
 def ids(rows: int, length: int) -> Tensor:
@@ -67,10 +39,10 @@ class Cached:
         return self.module.run_stage(0, x)
 
 
-@pytest.mark.parametrize("config", [GPT, LLAMA, QWEN], ids=["gpt", "llama-gqa", "qwen"])
+@pytest.mark.parametrize("config", [GPT, GROUPED, QWEN], ids=["gpt", "llama-gqa", "qwen"])
 @torch.no_grad()
 def test_cached_tokens_have_the_logits_of_the_whole_sequence(config: Any) -> None:
-    module = model(config)
+    module = model(config).eval()
     x = ids(4, 13)
     whole = module(x)
     if config is GPT:
@@ -103,8 +75,8 @@ def test_cached_tokens_have_the_logits_of_the_whole_sequence(config: Any) -> Non
 
 @torch.no_grad()
 def test_the_bytes_are_the_formulas() -> None:
-    for config, kv_heads in ((GPT, 4), (LLAMA, 2)):
-        cached = Cached(model(config), 6, 16)
+    for config, kv_heads in ((GPT, 4), (GROUPED, 2)):
+        cached = Cached(model(config).eval(), 6, 16)
         cached([0], [0], ids(1, 2))
         head_dim = config.hidden_size // config.num_attention_heads
         assert cached.cache.bytes == 2 * config.num_hidden_layers * 6 * kv_heads * 16 * head_dim * 8
@@ -117,7 +89,7 @@ def test_the_bytes_are_the_formulas() -> None:
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
 @torch.no_grad()
 def test_what_is_no_turn_is_refused(config: Any) -> None:
-    module = model(config)
+    module = model(config).eval()
     cached = Cached(module, 2, 8)
     cached([0], [0], ids(1, 3))
     cached.cache.end()
@@ -129,7 +101,7 @@ def test_what_is_no_turn_is_refused(config: Any) -> None:
 @torch.no_grad()
 def test_a_layer_that_runs_twice_keeps_two_memories() -> None:
     """A module listed twice is one layer with two places (as in ALBERT)."""
-    module = model(GPT)
+    module = model(GPT).eval()
     block = module.layers["2"]
     again = PipelineModule([module.layers["0"], module.layers["1"], block, block, module.layers["5"]])
     again.eval()

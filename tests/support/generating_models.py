@@ -8,11 +8,12 @@ import torch
 
 from triax.grid import Grid
 from triax.models.gpt import GPTConfig, gpt_layers
-from triax.models.llama import llama_layers
+from triax.models.llama import LlamaConfig, llama_layers
 from triax.pipe.module import PipelineModule
 
 # Vocabularies that the tensor axis does not divide; fewer heads of keys and values than tensor ranks.
 GPT = GPTConfig(vocab_size=53, max_position_embeddings=32, hidden_size=24, num_hidden_layers=3, num_attention_heads=4)
+LLAMA = LlamaConfig(53, 32, 24, 3, 4, num_key_value_heads=1, intermediate_size=40)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [50] * 7, [11, 12, 13], [2, 1], [33] * 12, [0, 52, 0]]
 LIMITS = [5, 9, 3, 12, 1, 20, 8, 10]
 

@@ -62,16 +62,22 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def plain(kind: str, ranks: int, passes: int, steps: int, scale: float) -> list[Tensor]:
+def has_batch(how: str, step: int, rank: int) -> bool:
+    """Return False for rank 1 in the second step of an idle run."""
+    return not (how.startswith("idle") and step == rank == 1)
+
+
+def plain(kind: str, ranks: int, passes: int, steps: int, scale: float, how: str = "") -> list[Tensor]:
     """Every rank's loss in one process, one after the other."""
     model = net()
     optimizer = MAKERS[kind](groups(model))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     for step in range(steps):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=how != "zeroed in place")
         for micro in range(passes):
             for rank in range(ranks):
-                (scale * loss_of(model, step, micro, rank)).backward()
+                if has_batch(how, step, rank):
+                    (scale * loss_of(model, step, micro, rank)).backward()
         optimizer.step()
         scheduler.step()
     return [p.detach() for p in model.parameters()]

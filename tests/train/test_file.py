@@ -55,37 +55,6 @@ def test_the_three_formats_are_equal(tmp_path: Path) -> None:
     assert read[0] == read[1] == read[2] == TrainingFile.of(values)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "expected"),
-    [
-        ("batch: 8", "bacth: 8", "line 8: the training file: there is no 'bacth'; did you mean 'batch'?"),
-        ("batch: 8", "batch: x", "line 8: batch.size = 'x': give a whole number"),
-        ("1.5M", "1.5M\n  steps: 3", "line 4: training: steps and tokens all say how long the run is"),
-        ("1h30m", "90", "line 7: training.time_limit = 90: give a time with its unit"),
-        ("1.5M", "many", "line 5: training.tokens = 'many': give a whole number of tokens"),
-        ("name: small", "nme: small", "line 1: the training file: there is no 'nme'; did you mean 'name'?"),
-        ("name: small", "name: a/b", "line 1: name = 'a/b'"),
-        ("data: tokens", "", "run.yaml: data is missing: write it"),
-        ("data: tokens", "data: {training: null}", "data.training = null: give a folder, a list of folders"),
-        ("data: tokens", f"data: {LONG}", "has 600 bytes: a name of at most 255 bytes is possible"),
-        ("name: small", f"runs: a/{LONG}", "runs = "),
-        ("name: small", f"checkpoint: {{every: 5, folder: {LONG}}}", "a name of at most 255 bytes is possible"),
-        ("export: false", f"export: {{folder: {LONG}}}", "a name of at most 255 bytes is possible"),
-        ("name: small", "name: small\nname: big", "line 2 is not YAML: 'name' stands here twice"),
-        ("name: small", "name: [", "is not YAML"),
-        ("name: small", "on: small", "the key true is no text: write it in quotes"),
-        ("name: small", "name: !!python/object:os.system x", "line 1 is not YAML"),
-        ("preset: bytes-tiny", "preset: a, folder: b", "line 2: model: both preset and folder are given"),
-        ("preset: bytes-tiny", "folder: b, overrides: {dropout: 0.1}", "overrides change the shape"),
-    ],
-)
-def test_errors_name_line_and_key(tmp_path: Path, before: str, after: str, expected: str) -> None:
-    assert before in RUN
-    with pytest.raises(ConfigError) as caught:
-        read_training_file(_write(tmp_path, RUN.replace(before, after)))
-    assert expected in str(caught.value) and str(caught.value).startswith(str(tmp_path))
-
-
 TOML = (
     'batch = 8\nzero = {stage = 1}\ndata.training = [\n  "a]",\n  "b",\n]\n[model]\npreset = """\n\\\nbytes-tiny"""\n'
     '[optimizer]\ntype = "SGD"\n[training]\nsteps = 2\n'
@@ -102,9 +71,41 @@ JSON = """\
 """
 
 
+TEXTS = {"run.yaml": RUN, "run.toml": TOML, "run.json": JSON}
+
+
 @pytest.mark.parametrize(
     ("name", "before", "after", "expected"),
     [
+        ("run.yaml", "batch: 8", "bacth: 8", "line 8: the training file: there is no 'bacth'; did you mean 'batch'?"),
+        ("run.yaml", "batch: 8", "batch: x", "line 8: batch.size = 'x': give a whole number"),
+        ("run.yaml", "1.5M", "1.5M\n  steps: 3", "line 4: training: steps and tokens all say how long the run is"),
+        ("run.yaml", "1h30m", "90", "line 7: training.time_limit = 90: give a time with its unit"),
+        ("run.yaml", "1.5M", "many", "line 5: training.tokens = 'many': give a whole number of tokens"),
+        ("run.yaml", "name: small", "nme: small", "line 1: the training file: there is no 'nme'; did you mean 'name'?"),
+        ("run.yaml", "name: small", "name: a/b", "line 1: name = 'a/b'"),
+        ("run.yaml", "data: tokens", "", "run.yaml: data is missing: write it"),
+        (
+            "run.yaml",
+            "data: tokens",
+            "data: {training: null}",
+            "data.training = null: give a folder, a list of folders",
+        ),
+        ("run.yaml", "data: tokens", f"data: {LONG}", "has 600 bytes: a name of at most 255 bytes is possible"),
+        ("run.yaml", "name: small", f"runs: a/{LONG}", "runs = "),
+        (
+            "run.yaml",
+            "name: small",
+            f"checkpoint: {{every: 5, folder: {LONG}}}",
+            "a name of at most 255 bytes is possible",
+        ),
+        ("run.yaml", "export: false", f"export: {{folder: {LONG}}}", "a name of at most 255 bytes is possible"),
+        ("run.yaml", "name: small", "name: small\nname: big", "line 2 is not YAML: 'name' stands here twice"),
+        ("run.yaml", "name: small", "name: [", "is not YAML"),
+        ("run.yaml", "name: small", "on: small", "the key true is no text: write it in quotes"),
+        ("run.yaml", "name: small", "name: !!python/object:os.system x", "line 1 is not YAML"),
+        ("run.yaml", "preset: bytes-tiny", "preset: a, folder: b", "line 2: model: both preset and folder are given"),
+        ("run.yaml", "preset: bytes-tiny", "folder: b, overrides: {dropout: 0.1}", "overrides change the shape"),
         ("run.toml", "batch", "bacth", "line 1: the training file: there is no 'bacth'; did you mean 'batch'?"),
         ("run.toml", "batch = 8", "batch = -8", "line 1: batch.size = -8"),
         ("run.toml", "stage = 1", "stage = 9", "line 2: zero.stage = 9"),
@@ -119,14 +120,12 @@ JSON = """\
         ("run.json", '"batch": 8', '"batch": ', "is not JSON: Expecting value: line 5, column 14"),
     ],
 )
-def test_errors_of_the_other_formats_name_the_line(
-    tmp_path: Path, name: str, before: str, after: str, expected: str
-) -> None:
-    text = TOML if name == "run.toml" else JSON
-    assert before in text and read_training_file(_write(tmp_path, text, name))
+def test_errors_name_line_and_key(tmp_path: Path, name: str, before: str, after: str, expected: str) -> None:
+    assert before in TEXTS[name] and read_training_file(_write(tmp_path, TEXTS[name], name))
     with pytest.raises(ConfigError) as caught:
-        read_training_file(_write(tmp_path, text.replace(before, after), name))
-    assert expected in str(caught.value) and name in str(caught.value)
+        read_training_file(_write(tmp_path, TEXTS[name].replace(before, after), name))
+    text = str(caught.value).removeprefix("the configuration ")
+    assert expected in text and text.startswith(f"{tmp_path}/{name}")
 
 
 def test_wrong_changes_on_the_command_line_are_refused(tmp_path: Path) -> None:
