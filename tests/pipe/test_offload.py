@@ -188,12 +188,13 @@ def test_verify_accepts_the_offload_orders_that_run_alone(seeds: range) -> None:
 Cell = tuple[str, int, dict[str, Any], dict[str, Any]]  # schedule, ZeRO stage, offload, recompute
 
 
-def one_process_engine(layers: list[Any], size: int, **options: Any) -> triax.PipelineEngine:
-    """Return an engine on this process. ``options``: of its schedule, and its stage of ZeRO."""
-    stage, recompute = options.pop("stage", 0), options.pop("recompute_layers", {})
+def one_process_engine(
+    layers: list[Any], size: int, stage: int = 0, sections: dict[str, Any] | None = None, **schedule: Any
+) -> triax.PipelineEngine:
+    """Return an engine on this process. ``schedule``: the options of its schedule."""
     module = PipelineModule(layers, grid=Grid(), loss_fn=summed_loss, dtype=torch.float64)
-    schedule = triax.ScheduleOptions(**options)
-    return pipeline_engine(module, triax.Batch(size=size, microbatch=1), stage, schedule=schedule, recompute=recompute)
+    sections = {"schedule": triax.ScheduleOptions(**schedule), **(sections or {})}
+    return pipeline_engine(module, triax.Batch(size=size, microbatch=1), stage, **sections)
 
 
 def split_gpipe(pipe: int, microbatches: int) -> Schedule:
@@ -328,7 +329,7 @@ def test_auto_recomputes_among_schedules_with_pairs() -> None:
 
 
 def test_recomputed_twice_is_refused() -> None:
-    twice = {"name": "gpipe", "recompute": 1, "recompute_layers": {"enabled": True}}
+    twice: dict[str, Any] = {"name": "gpipe", "recompute": 1, "sections": {"recompute": {"enabled": True}}}
     message = error_text(lambda: one_process_engine([LayerSpec(nn.Linear, 4, 4)], 4, **twice))
     assert "leave one of them out" in message
 
