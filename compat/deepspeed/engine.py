@@ -564,7 +564,7 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, ConfiguredPipelineEngine):
         assert source is not None
         return super().eval_batch(source, return_logits, compute_loss, num_micro_batches)
 
-    def whole_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+    def whole_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return the whole model's weights in host memory on rank 0, and None on the others. Collective."""
         state = {name: value.cpu() for name, value in self.gather().items()}
         return state if self.grid.rank == 0 else None

@@ -159,7 +159,7 @@ DELTA = DecoderConfig(
     num_hidden_layers=2,
     num_attention_heads=4,
     intermediate_size=40,
-    layer_types=["linear_attention", "full_attention"],
+    layer_types=("linear_attention", "full_attention"),
     linear_attention=DeltaNetSizes(4, 5, 2, 6),
 )
 

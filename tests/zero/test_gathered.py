@@ -403,7 +403,7 @@ def counting() -> nn.Sequential:
     return nn.Sequential(Counting(), Counting())
 
 
-def states_with_more(sizes: dict[str, int], stage: int, folder: str) -> list[dict[str, Any]]:
+def states_with_more(sizes: dict[str, Any], stage: int, folder: str) -> list[dict[str, Any]]:
     """State dicts of a module whose layers have a ``get_extra_state``, in each way in which an engine gives them."""
     config = {
         "train_micro_batch_size_per_gpu": 4,
