@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,7 @@ def test_optimizer_state_keeps_the_dtype_that_it_has(tmp_path: Path, dtype: torc
         torch.manual_seed(0)
         return nn.Linear(WIDTH, WIDTH).to(dtype)
 
-    def taken(steps: Sequence[Tensor], engine: triax.ModuleEngine) -> triax.ModuleEngine:
+    def taken(steps: Tensor, engine: triax.ModuleEngine) -> triax.ModuleEngine:
         for x in steps:
             engine.backward(engine(x).square().mean())
             engine.step()
@@ -103,7 +102,8 @@ def test_optimizer_state_keeps_the_dtype_that_it_has(tmp_path: Path, dtype: torc
         plain(x).square().mean().backward()
         optimizer.step()
     for stage in range(3):
-        engines = [triax.Engine(model(), optimizer=partial(Momentum, dtype=state), batch=2, zero=stage) for _ in "ab"]
+        common: Any = {"optimizer": partial(Momentum, dtype=state), "batch": 2, "zero": stage}
+        engines = [triax.Engine(model(), **common) for _ in "ab"]
         taken(xs[:2], engines[0]).save_checkpoint(tmp_path)
         engines[1].load_checkpoint(tmp_path)
         for engine in engines:

@@ -273,7 +273,8 @@ def test_a_tied_layer_of_two_ranks_loads_its_buffers(ranks: Any, tmp_path: Path)
     torch.stack(losses).sum().backward()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+            assert parameter.grad is not None
+            parameter.sub_(0.1 * parameter.grad)
     wanted = model.state_dict()
     for found in ranks(2, tied_scale, tmp_path, 1.0):
         torch.testing.assert_close(
@@ -344,7 +345,8 @@ def test_buffers_of_a_failed_step_are_the_first_replicas(ranks: Any, piped: bool
         with torch.no_grad():
             for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
                 if step != failed:
-                    mine -= 0.1 * (mine.grad + other.grad)  # type: ignore[operator]
+                    assert mine.grad is not None and other.grad is not None
+                    mine.sub_(0.1 * (mine.grad + other.grad))
                     other.copy_(mine)
                 mine.grad = other.grad = None
         models[1].load_state_dict(models[0].state_dict())
