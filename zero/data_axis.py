@@ -306,6 +306,7 @@ class ZeroDataAxis:
         """Call the optimizer's ``train()`` or ``eval()``, if it has modes, and send the weights. Collective."""
         if callable(switch := getattr(self.optimizer, mode, None)):
             written = bool(self.written)
+            self.written.take()
             switch()
             self.publish()
             if not written:  # by user code

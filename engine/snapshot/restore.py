@@ -175,6 +175,7 @@ def read_weights(
     grid = engine.grid
     names = usable.keys() & snapshot.tensors.keys()
     own = {}
+    engine.data_axis.written.take()  # what this snapshot lacks stays as it is
     for shard_range in shards.values(mine=False):
         if (name := f"{WEIGHTS}/{shard_range.name}") in names:
             snapshot.tensors[name].read_range(shard_range, grid)

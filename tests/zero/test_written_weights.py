@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,12 @@ def near(bound: float) -> dict[str, Any]:
     return {"rtol": 0, "atol": bound, "check_dtype": False}
 
 
-def engine_of(model: nn.Module, stage: int, grid: Grid, **more: Any) -> triax.ModuleEngine:
-    config = small_config(lr=0.0, micro=4, zero={"stage": stage, "reduce_bucket_size": 50}, **more)
-    return triax.initialize(model=model, config=config, grid=grid)[0]
+def engine_of(
+    model: nn.Module, stage: int, grid: Grid, optimizer: type[torch.optim.SGD] = torch.optim.SGD, **more: Any
+) -> triax.ModuleEngine:
+    config = small_config(micro=4, zero={"stage": stage, "reduce_bucket_size": 50}, **more)
+    config.pop("optimizer")
+    return triax.initialize(model=model, optimizer=partial(optimizer, lr=0.0), config=config, grid=grid)[0]
 
 
 def step(engine: triax.ModuleEngine, number: int) -> None:
@@ -133,6 +137,16 @@ def loaded_and_saved(stage: int, folder: Path) -> None:
     assert bool((again.module_state_dict()["linear.bias"] == 0.25).all())
 
 
+class Modal(torch.optim.SGD):
+    """An optimizer with modes whose weights are equal."""
+
+    def train(self) -> None:
+        pass
+
+    def eval(self) -> None:
+        pass
+
+
 def through(call: str, engine: triax.ModuleEngine, folder: Path) -> None:
     """Make a call that is about other weights than those that were written, or that reads all of them."""
     embedding, bias = engine.module.embedding.weight, engine.module.linear.bias
@@ -146,6 +160,12 @@ def through(call: str, engine: triax.ModuleEngine, folder: Path) -> None:
         values = fragments.safe_get_full_fp32_param(bias)
         assert values is not None
         torch.testing.assert_close(values, torch.full((WIDTH,), 0.25), **near(0))
+    elif call == "load":
+        engine.load_checkpoint(folder, load_module_strict=False, load_module_only=True)
+    elif call == "mode":
+        assert engine.optimizer is not None
+        engine.optimizer.eval()
+        engine.optimizer.train()
     elif call == "common":
         with engine.common_weights():
             assert not bool((bias == 0.25).any())
@@ -159,7 +179,7 @@ def through(call: str, engine: triax.ModuleEngine, folder: Path) -> None:
 
 
 CALLS: list[tuple[int, str | None, str]] = [
-    *((stage, None, call) for stage in range(3) for call in ("set", "set_local", "get", "save")),
+    *((stage, None, call) for stage in range(3) for call in ("set", "set_local", "get", "save", "load", "mode")),
     *((0, "local_sgd", call) for call in ("set", "get", "common", "save", "synchronize")),
     *((0, "async_diloco", call) for call in ("common", "synchronize", "leave")),
 ]
@@ -172,8 +192,13 @@ def written_before(folder: Path) -> None:
         more = {} if local is None else {"local_updates": {"type": local, "every": 4}}
         if local == "async_diloco":
             more["local_updates"] |= {"outer_lr": 1.0, "outer_momentum": 0.0}
-        engine = engine_of(words(), stage, Grid(timeout=60), bf16={"enabled": True}, **more)
+        grid = Grid(timeout=60)
+        kind = Modal if call == "mode" else torch.optim.SGD
+        engine = engine_of(words(), stage, grid, kind, bf16={"enabled": True}, **more)
         step(engine, 0)
+        if call == "load":
+            rows = nn.ModuleDict({"embedding": nn.Embedding(ROWS, WIDTH)}).double()
+            engine_of(rows, stage, grid, bf16={"enabled": True}).save_checkpoint(folder / str(number))
         with torch.no_grad():
             engine.module.linear.bias.fill_(0.25)
         through(call, engine, folder / str(number))
