@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,11 @@ def runs(ranks: Any, out: Path, options: dict[str, Any] | None, steps: int = STE
 @pytest.fixture(scope="module")
 def plain(ranks: Any, tmp_path_factory: Any) -> Any:
     """transformers' own run on one process, once for each case, kind of adapters and number of steps."""
-    known: dict[tuple[str, str, int], tuple[dict[str, Any], Path]] = {}
 
+    @functools.cache
     def of(case: str, lora: str = "", steps: int = STEPS) -> tuple[dict[str, Any], Path]:
-        if (case, lora, steps) not in known:
-            out = tmp_path_factory.mktemp("plain")
-            known[case, lora, steps] = (runs(ranks, out, None, steps, case=case, lora=lora)[0], out)
-        return known[case, lora, steps]
+        out = tmp_path_factory.mktemp("plain")
+        return runs(ranks, out, None, steps, case=case, lora=lora)[0], out
 
     return of
 

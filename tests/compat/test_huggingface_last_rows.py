@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -114,14 +115,11 @@ GRIDS = [*QUICK, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in
 @pytest.fixture(scope="module")
 def plain(ranks: Any, tmp_path_factory: Any) -> Any:
     """transformers' own run on one process, once for each loss and batch of evaluation."""
-    known: dict[Any, dict[str, Any]] = {}
 
-    def of(kind: str, rows: int) -> dict[str, Any]:
-        kind = "means" if kind == "terms" else kind
-        if (kind, rows) not in known:
-            out = str(tmp_path_factory.mktemp("plain"))
-            (known[kind, rows],) = ranks(1, run, out, 1, None, kind, per_device_eval_batch_size=rows)
-        return known[kind, rows]
+    @functools.cache
+    def of(kind: str, rows: int) -> Any:
+        out = str(tmp_path_factory.mktemp("plain"))
+        return ranks(1, run, out, 1, None, kind, per_device_eval_batch_size=rows)[0]
 
     return of
 
@@ -131,7 +129,8 @@ def test_last_rows_count_once(
     ranks: Any, plain: Any, tmp_path: Path, size: int, replicas: int, options: dict[str, Any], kind: str
 ) -> None:
     """One replica filled its last batch with the epoch's first rows, and several did."""
-    wanted = plain(kind, 4 if KINDS[kind] is None else 4 // replicas)  # only items are counted over all replicas
+    own = "means" if kind == "terms" else kind
+    wanted = plain(own, 4 if KINDS[kind] is None else 4 // replicas)  # only items are counted over all replicas
     for found in ranks(size, run, str(tmp_path), replicas, options, kind, timeout=120):
         for key in ("loss", "grad_norm", "eval_loss"):
             assert found[key] == pytest.approx(wanted[key], rel=1e-10), key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import shutil
 from dataclasses import dataclass
@@ -64,12 +65,10 @@ def test_two_stages_then_one_process(ranks: Any, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def plain(ranks: Any, tmp_path_factory: Any) -> Any:
     """transformers' own run on one process, once a case."""
-    known: dict[str, dict[str, Any]] = {}
 
-    def of(case: str) -> dict[str, Any]:
-        if case not in known:
-            (known[case],) = ranks(1, run, str(tmp_path_factory.mktemp(case)), 1, None, case=case, timeout=240)
-        return known[case]
+    @functools.cache
+    def of(case: str) -> Any:
+        return ranks(1, run, str(tmp_path_factory.mktemp(case)), 1, None, case=case, timeout=240)[0]
 
     return of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,10 @@ def near(found: dict[str, Any], wanted: dict[str, Any], steps: int) -> None:
 @pytest.fixture(scope="module")
 def plain(ranks: Any, tmp_path_factory: Any) -> Any:
     """transformers' own run on one process, once a case and number of steps."""
-    known: dict[tuple[str, int], dict[str, Any]] = {}
 
-    def of(case: str, steps: int = STEPS) -> dict[str, Any]:
-        if (case, steps) not in known:
-            (known[case, steps],) = ranks(1, run, case, str(tmp_path_factory.mktemp(case)), 1, **of_steps(steps))
-        return known[case, steps]
+    @functools.cache
+    def of(case: str, steps: int = STEPS) -> Any:
+        return ranks(1, run, case, str(tmp_path_factory.mktemp(case)), 1, **of_steps(steps))[0]
 
     return of
 

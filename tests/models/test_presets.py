@@ -116,10 +116,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         "factor is 0.5 and original_max_position_embeddings is 8192. Give at least 1 for each",
     ),
     (
-        lambda: LlamaConfig.preset("qwen2.5-0.5b").check_tensor(16),
-        "num_attention_heads is 14, but tensor=16 needs at least 16",
-    ),
-    (
         lambda: LlamaConfig(hidden_size=32, num_attention_heads=4, intermediate_size=3).check_tensor(4),
         "intermediate_size is 3, but tensor=4 needs at least 4",
     ),
@@ -139,5 +135,8 @@ def test_a_configuration_that_cannot_be_is_refused(call: Callable[[], Any], word
         call()
 
 
-def test_as_many_ranks_as_heads_are_taken() -> None:
-    LlamaConfig.preset("qwen2.5-0.5b").check_tensor(14)
+def test_as_many_ranks_as_heads_are_taken_and_no_more() -> None:
+    config = LlamaConfig.preset("qwen2.5-0.5b")
+    config.check_tensor(14)
+    with pytest.raises(ValueError, match="num_attention_heads is 14, but tensor=15 needs at least 15"):
+        config.check_tensor(15)
