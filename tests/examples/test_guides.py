@@ -208,6 +208,19 @@ class Unsendable(nn.Module):
         return Output()
 
 
+class FailsOnce:
+    """Iterator of a pair; on one rank its first item fails."""
+
+    def __init__(self, pair: Any, fails: bool) -> None:
+        self.pair, self.fails = pair, fails
+
+    def __next__(self) -> Any:
+        fails, self.fails = self.fails, False
+        if fails:
+            raise OSError("the disk is away")
+        return self.pair
+
+
 def messages() -> list[str]:
     """The errors of wrong calls of a pipeline, on two ranks."""
     grid, found = triax.Grid(pipe=2), []
@@ -225,6 +238,7 @@ def messages() -> list[str]:
     x = torch.zeros(2, 4)
     pair, trained = (x, x), engine("1f1b")
     detached = engine("1f1b", loss=lambda outputs, labels: outputs.detach().sum())
+    data: Any = FailsOnce(pair, fails=grid.rank == 1)
     wrong = [
         lambda: engine("zb-v", chunks=1),
         lambda: engine("dualpipe-v", chunks=2),
@@ -232,6 +246,7 @@ def messages() -> list[str]:
         lambda: trained.train_batch(iter([pair])),
         lambda: trained.train_batch([pair, pair]),
         lambda: trained.train_batch(iter([x, x])),
+        *[lambda: trained.train_batch(data)] * 2,
         lambda: detached.train_batch(iter([pair, pair])),
     ]
     for call in wrong:
@@ -255,7 +270,7 @@ def test_the_messages_of_the_pipelines_page_are_triaxs(ranks: Any) -> None:
     page = (DOCS / "guides" / "pipeline.md").read_text().partition("## Messages")[2]
     quoted = re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
     printed = [*(text for rank in ranks(2, messages) for text in rank), *ranks(2, unsendable)]
-    assert len(quoted) == 8
+    assert len(quoted) == 9
     assert [each for each in quoted if not any(each in text for text in printed)] == []
 
 

@@ -451,7 +451,7 @@ def compare(case: Case, ranks: list[dict[str, Any]], wanted: dict[str, Any], nea
     if found["skipped"] != wanted["skipped"]:
         return Verdict("wrong", f"{found['skipped']} skipped steps, and one process {wanted['skipped']}")
     for number, (step, want) in enumerate(zip(found["steps"], wanted["steps"], strict=True)):
-        problem = _differ(step, want, near, number)
+        problem = _differ(step, want, near, number, _amplification(case))
         if problem:
             return Verdict("wrong", f"step {number}: {problem}")
     return Verdict("equal")
@@ -461,7 +461,13 @@ def _rounded(case: Case, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(HALF[case["precision"]]) if case["precision"] in HALF and tensor.is_floating_point() else tensor
 
 
-def _differ(step: Any, want: Any, near: float, number: int) -> str | None:
+def _amplification(case: Case) -> float:
+    """Return by how much an optimizer may amplify the rounding of a gradient that is 0, such as a key bias's."""
+    options = OPTIMIZERS[case["optimizer"]]
+    return options["lr"] / options["eps"] if "eps" in options else options["lr"]
+
+
+def _differ(step: Any, want: Any, near: float, number: int, amplification: float) -> str | None:
     loss, norm, gradients, weights = step
     tight = near <= 1e-5
     limit = near if tight else near * (1 + number)
@@ -482,7 +488,8 @@ def _differ(step: Any, want: Any, near: float, number: int) -> str | None:
             if a.shape != b.shape:
                 return f"{what} of {name} has shape {tuple(a.shape)}, not {tuple(b.shape)}"
             gap, size = float((a - b).norm()), float(b.norm())
-            if not gap <= limit * (size + (whole if what == "gradient" else 1.0) * (0.1 if tight else 0.5)):
+            rounding = 0.0 if what == "gradient" else 10 * whole * sys.float_info.epsilon * amplification
+            if not gap <= rounding + limit * (size + (whole if what == "gradient" else 1.0) * (0.1 if tight else 0.5)):
                 return f"{what} of {name} differs by {gap:.3g} of {size:.3g}"
     return None
 
