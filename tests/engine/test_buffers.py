@@ -332,10 +332,8 @@ def after_failures(piped: bool, failed: int) -> tuple[State, State]:
     return found[-1], engine.module_state_dict()
 
 
-@pytest.mark.parametrize("failed", [0, STEPS - 1])
-@pytest.mark.parametrize("piped", [False, True])
-def test_buffers_of_a_failed_step_are_the_first_replicas(ranks: Any, piped: bool, failed: int) -> None:
-    """A step that a nan loss ended left each replica its own buffers, some of them for ever."""
+def plainly_after(failed: int) -> tuple[State, State]:
+    """Return the first replica's buffers after the failed step, and its state in the end, of plain PyTorch."""
     models = [nn.Sequential(*norms()) for _ in range(2)]
     after = State()
     for step in range(STEPS):
@@ -352,7 +350,15 @@ def test_buffers_of_a_failed_step_are_the_first_replicas(ranks: Any, piped: bool
         models[1].load_state_dict(models[0].state_dict())
         after = dict(models[0].named_buffers()) if step == failed else after
         after = {name: buffer.clone() for name, buffer in after.items()}
+    return after, dict(models[0].state_dict())
+
+
+@pytest.mark.parametrize("failed", [0, STEPS - 1])
+@pytest.mark.parametrize("piped", [False, True])
+def test_buffers_of_a_failed_step_are_the_first_replicas(ranks: Any, piped: bool, failed: int) -> None:
+    """A step that a nan loss ended left each replica its own buffers, some of them for ever."""
+    after, end = plainly_after(failed)
     prefix = "layers." if piped else ""
     for held, whole in ranks(2, after_failures, piped, failed):
         same(held, {f"{prefix}{name}": value for name, value in after.items()})
-        same(whole, {f"{prefix}{name}": value for name, value in models[0].state_dict().items()})
+        same(whole, {f"{prefix}{name}": value for name, value in end.items()})
