@@ -391,10 +391,11 @@ class Trainer(transformers.Trainer):
         compute: Any = super().compute_loss
         with evaluating(self.model):
             once, again = (compute(model, dict(inputs), num_items_in_batch=number) for number in (count, 2 * count))
-        flags = torch.tensor([bool(once.isfinite()) and bool(once), bool(once != again)], dtype=torch.int64)
+        known = bool(once.isfinite()) and bool(once)  # a batch without labels may have a loss of 0, or NaN
+        flags = torch.tensor([known, known and bool(once != again)], dtype=torch.int64)
         self.grid.world.all_reduce(flags, op="max")
-        known, changed = map(bool, flags.tolist())
-        return changed if known else None
+        any_known, changed = map(bool, flags.tolist())
+        return changed if any_known else None
 
     def _step_on_stages(self, engine: PipelineEngine, handle: EngineOptimizer, inputs: Any) -> Tensor:
         """Keep a microbatch, and after the last one of a step run ``train_batch``.
