@@ -77,9 +77,9 @@ class ModuleInference(nn.Module):
         self.grid: Grid = model.grid if pipeline or trainer is not None else grid or Grid()
         if trainer is None:
             if any(tensor.is_meta for tensor in self.module.parameters()) and not pipeline:
-                self.module.to_empty(device="cpu" if on_host else self.grid.device)
                 if checkpoint is None:
                     raise ConfigError("the model is on the meta device and has no values: pass checkpoint=")
+                _leave_meta(self.module, torch.device("cpu") if on_host else self.grid.device)
             if checkpoint is not None:
                 load_any(self.module, checkpoint, self.grid, base)
         if pipeline:
@@ -149,3 +149,36 @@ class ModuleInference(nn.Module):
             if name == "module":
                 raise
             return getattr(super().__getattr__("module"), name)
+
+
+@torch.no_grad()
+def _leave_meta(module: Any, device: torch.device) -> None:
+    """Allocate a module's tensors, and fill the buffers that no checkpoint has, such as those of rotary positions.
+
+    Raises:
+        ConfigError: such a buffer has no values: only transformers' models can make theirs again.
+    """
+    owners = [(path, owner) for path, owner in module.named_modules() if owner._non_persistent_buffers_set]
+    names = [
+        f"{path}.{name}".lstrip(".") for path, owner in owners for name in sorted(owner._non_persistent_buffers_set)
+    ]
+    given = {name: value for name, value in module.named_buffers(remove_duplicate=False) if name in names}
+    module.to_empty(device=device)
+    empty = {name: module.get_buffer(name) for name in given}
+    versions = {name: value._version for name, value in empty.items()}
+    for name, value in given.items():
+        if not value.is_meta:
+            empty[name].copy_(value)
+    if hasattr(module, "initialize_weights"):
+        for part in module.modules():
+            part._is_hf_initialized = True
+        for _, owner in owners:
+            owner._is_hf_initialized = False
+        module.initialize_weights()
+        module.tie_weights()  # to_empty has made two weights of each tied one
+    for name, value in empty.items():
+        if value.numel() and module.get_buffer(name) is value and value._version == versions[name]:
+            raise ConfigError(
+                f"{name} is a buffer without values, which checkpoints do not have (persistent=False): build the model "
+                "outside of the meta device"
+            )
