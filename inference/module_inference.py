@@ -158,27 +158,27 @@ def _leave_meta(module: Any, device: torch.device) -> None:
     Raises:
         ConfigError: such a buffer has no values: only transformers' models can make theirs again.
     """
-    owners = [(path, owner) for path, owner in module.named_modules() if owner._non_persistent_buffers_set]
-    names = [
-        f"{path}.{name}".lstrip(".") for path, owner in owners for name in sorted(owner._non_persistent_buffers_set)
+    hidden = [
+        (path, owner, name, value)
+        for path, owner in module.named_modules()
+        for name, value in owner._buffers.items()
+        if name in owner._non_persistent_buffers_set and value is not None
     ]
-    given = {name: value for name, value in module.named_buffers(remove_duplicate=False) if name in names}
     module.to_empty(device=device)
-    empty = {name: module.get_buffer(name) for name in given}
-    versions = {name: value._version for name, value in empty.items()}
-    for name, value in given.items():
+    empty = [
+        (f"{path}.{name}", owner, name, owner._buffers[name]) for path, owner, name, value in hidden if value.is_meta
+    ]
+    for _, owner, name, value in hidden:
         if not value.is_meta:
-            empty[name].copy_(value)
-    if hasattr(module, "initialize_weights"):
+            owner._buffers[name] = value.to(device)
+    if hasattr(module, "initialize_weights"):  # a transformers model: as in from_pretrained
         for part in module.modules():
-            part._is_hf_initialized = True
-        for _, owner in owners:
-            owner._is_hf_initialized = False
+            part._is_hf_initialized = not part._non_persistent_buffers_set
         module.initialize_weights()
         module.tie_weights()  # to_empty has made two weights of each tied one
-    for name, value in empty.items():
-        if value.numel() and module.get_buffer(name) is value and value._version == versions[name]:
+    for path, owner, name, value in empty:
+        if owner._buffers[name] is value and value._version == 0:
             raise ConfigError(
-                f"{name} is a buffer without values, which checkpoints do not have (persistent=False): build the model "
-                "outside of the meta device"
+                f"{path.lstrip('.')} is a buffer without values, and no checkpoint has it (persistent=False): build "
+                "the model outside of the meta device"
             )

@@ -108,12 +108,11 @@ def load_folder(
     """
     state = read_state(folder / OPTIMIZER_FILE)
     groups, values = state["param_groups"], state["state"]
-    lengths, own_lengths = ([len(names) for names in lists] for lists in ([g["params"] for g in groups], own_groups))
+    lengths, own_lengths = [len(group["params"]) for group in groups], [len(names) for names in own_groups]
     if lengths != own_lengths:
         raise ConfigError(
-            f"{folder / OPTIMIZER_FILE} has the state of {' + '.join(map(str, lengths))} parameters in {len(lengths)} "
-            f"groups, but this run has {' + '.join(map(str, own_lengths))} in {len(own_lengths)}: resume with the "
-            "model and the optimizer (optim, optimizers=) of the first run"
+            f"{folder / OPTIMIZER_FILE} has groups of {lengths} parameters, but this run has {own_lengths}: resume "
+            "with the model and the optimizer (optim, optimizers=) of the first run"
         )
     numbers = [number for group in groups for number in group["params"]]
     order = [name for names in own_groups for name in names]

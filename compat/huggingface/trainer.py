@@ -647,11 +647,10 @@ class Trainer(transformers.Trainer):
             _, client = self.engine.load_checkpoint(checkpoint)
             schedule = (client or {}).get("lr_scheduler")
         else:
-            groups = self._groups
-            if groups is None:  # the optimizer is the configuration's, and the folder has transformers' own groups
-                decay = self.get_decay_parameter_names(self.model)
-                trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-                groups = [[n for n in trained if n in decay], [n for n in trained if n not in decay]]
+            decay, named = self.get_decay_parameter_names(self.model), self.model.named_parameters()
+            trained = [name for name, parameter in named if parameter.requires_grad]
+            # If the optimizer is the configuration's: transformers' own groups.
+            groups = self._groups or [[n for n in trained if n in decay], [n for n in trained if n not in decay]]
             load_folder(self.engine, self.model, groups, folder)
             schedule = read_state(folder / SCHEDULER_FILE)
         if schedule is not None and self.lr_scheduler is not None:

@@ -185,7 +185,7 @@ def test_models_on_the_meta_device_get_every_value(tmp_path: Path) -> None:
     torch.save(Turned().state_dict(), tmp_path / "own.pt")
     with torch.device("meta"):
         own = Turned()
-    with pytest.raises(ConfigError, match=r"table is a buffer without values, which checkpoints do not have"):
+    with pytest.raises(ConfigError, match="table is a buffer without values, and no checkpoint has it"):
         deepspeed.init_inference(own, checkpoint=str(tmp_path / "own.pt"))
     own = Turned()
     own.linear.to("meta")  # as of accelerate's init_empty_weights, which leaves the buffers where they are

@@ -204,7 +204,7 @@ def test_resume_with_an_optimizer_of_ones_own(ranks: Any, tmp_path: Path) -> Non
         for found in runs(ranks, tmp_path / str(number), options, 4, resume=resume, **job):
             near(found, wanted, 4)
     ((groups, order),) = ranks(1, refused_resume, str(tmp_path / "refused"), resume)
-    assert "parameters in 1 groups, but this run has" in groups
+    assert "has groups of [30] parameters, but this run has [23, 7]: resume with" in groups
     assert "for parameter 1, but this run's parameter 1 is model.norm.weight of the shape (24,)" in order
 
 
