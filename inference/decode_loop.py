@@ -74,6 +74,8 @@ class DecodeLoop:
         """
         for channel in self._channels.values():
             channel.schemas.clear()  # the model's dtype may have changed since the last stream
+        self._steps.clear()  # of a stream that failed
+        self._tokens.clear()
         self._numbers = numbers
         tick, planned, end, failure = 0, 0, None, ""
         closed = False

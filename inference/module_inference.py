@@ -77,9 +77,9 @@ class ModuleInference(nn.Module):
         self.grid: Grid = model.grid if pipeline or trainer is not None else grid or Grid()
         if trainer is None:
             if any(tensor.is_meta for tensor in self.module.parameters()) and not pipeline:
-                self.module.to_empty(device="cpu" if on_host else self.grid.device)
                 if checkpoint is None:
                     raise ConfigError("the model is on the meta device and has no values: pass checkpoint=")
+                _leave_meta(self.module, torch.device("cpu") if on_host else self.grid.device)
             if checkpoint is not None:
                 load_any(self.module, checkpoint, self.grid, base)
         if pipeline:
@@ -149,3 +149,36 @@ class ModuleInference(nn.Module):
             if name == "module":
                 raise
             return getattr(super().__getattr__("module"), name)
+
+
+@torch.no_grad()
+def _leave_meta(module: Any, device: torch.device) -> None:
+    """Allocate a module's tensors, and fill the buffers that no checkpoint has, such as those of rotary positions.
+
+    Raises:
+        ConfigError: such a buffer has no values: only transformers' models can make theirs again.
+    """
+    hidden = [
+        (path, owner, name, value)
+        for path, owner in module.named_modules()
+        for name, value in owner._buffers.items()
+        if name in owner._non_persistent_buffers_set and value is not None
+    ]
+    module.to_empty(device=device)
+    empty = [
+        (f"{path}.{name}", owner, name, owner._buffers[name]) for path, owner, name, value in hidden if value.is_meta
+    ]
+    for _, owner, name, value in hidden:
+        if not value.is_meta:
+            owner._buffers[name] = value.to(device)
+    if hasattr(module, "initialize_weights"):  # a transformers model: as in from_pretrained
+        for part in module.modules():
+            part._is_hf_initialized = not part._non_persistent_buffers_set
+        module.initialize_weights()
+        module.tie_weights()  # to_empty has made two weights of each tied one
+    for path, owner, name, value in empty:
+        if owner._buffers[name] is value and value._version == 0:
+            raise ConfigError(
+                f"{path.lstrip('.')} is a buffer without values, and no checkpoint has it (persistent=False): build "
+                "the model outside of the meta device"
+            )

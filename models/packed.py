@@ -106,20 +106,29 @@ def check_documents(ids: Tensor, documents: Tensor | None) -> None:
 def packing(documents: Tensor, dtype: torch.dtype) -> Packing:
     """Return positions and mask of packed rows, built once and cached on the tensor ``documents``.
 
+    A tensor of inference mode keeps nothing, because it counts no versions. What is made in this mode is used in it
+    alone, because no backward pass can use it.
+
     Args:
         documents: document number of each token, integers (B, T), not decreasing along T.
         dtype: dtype of the mask, equal to that of the queries.
     """
-    key = (documents._version, dtype)
+    if documents.is_inference():
+        return _built(documents, dtype)
+    key = (documents._version, dtype, torch.is_inference_mode_enabled())
     kept: tuple[Any, Packing | None] = getattr(documents, _ATTRIBUTE, (None, None))
     if kept[1] is not None and kept[0] == key:
         return kept[1]
+    built = _built(documents, dtype)
+    setattr(documents, _ATTRIBUTE, (key, built))
+    return built
+
+
+def _built(documents: Tensor, dtype: torch.dtype) -> Packing:
     # A mask of numbers: torch would convert a boolean mask to this one, once for each layer.
     seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()  # (B, 1, T, T)
     mask = torch.zeros(seen.shape, dtype=dtype, device=documents.device).masked_fill_(~seen, -torch.inf)
-    built = Packing(positions_within(documents), mask)
-    setattr(documents, _ATTRIBUTE, (key, built))
-    return built
+    return Packing(positions_within(documents), mask)
 
 
 def token_positions(

@@ -138,7 +138,8 @@ class Rope:
         else:
             # On the tensor of positions itself, so that the layers of a decode step compute them once.
             known = vars(positions).setdefault(_ATTRIBUTE, {})
-            key = self.head_dim, self.theta, self.scaling, self.sign, self.stretch(length), q.dtype
+            mode = torch.is_inference_mode_enabled()  # what is made in it cannot be trained with
+            key = self.head_dim, self.theta, self.scaling, self.sign, self.stretch(length), q.dtype, mode
             if key not in known:
                 known[key] = self._rotations(positions[:, None], q.dtype, length)
             cos, sin = known[key]  # (B, 1, T, dim / 2)

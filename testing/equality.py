@@ -295,19 +295,25 @@ def difference(step: Step, own: Step, rtol: float) -> str:
 
 def _differs(name: str, found: Any, wanted: Any, rtol: float) -> str:
     """Return how a number or tensor differs, or ""."""
-    a, b = (torch.as_tensor(value, dtype=torch.float64) for value in (found, wanted))
+    a, b = (torch.as_tensor(value) for value in (found, wanted))
     if a.shape != b.shape:
         return f"{name} has the shape {tuple(a.shape)}, and on one process {tuple(b.shape)}"
     if not a.numel():
         return ""
-    largest = b.abs().max()
-    error = (a - b).abs()
-    if bool((error <= rtol * largest + 1e-14).all()):  # False for NaN
+    error, largest = errors(a, b)
+    if bool((error <= rtol * largest + 1e-14).all()):
         return ""
-    at = torch.unravel_index(error.nan_to_num(torch.inf).argmax(), a.shape)
-    index = tuple(int(i) for i in at)
+    index = tuple(int(i) for i in torch.unravel_index(error.argmax(), a.shape))
     where = f" at {index}" if index else ""
     return f"{name} differs{where}: {a[index].item():.12g}, and on one process {b[index].item():.12g}"
+
+
+def errors(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how far each element is off, and the largest finite element. inf equals inf; NaN is off by any number."""
+    dtype = torch.complex128 if found.is_complex() or wanted.is_complex() else torch.float64
+    a, b = found.to(dtype), wanted.to(dtype)
+    error = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(torch.inf)
+    return error, b.abs().masked_fill(~b.isfinite(), 0.0).max()
 
 
 def _stack(layers: int, grid: Grid) -> PipelineModule:

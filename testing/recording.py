@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..base.nest import tensors_of
 from ..base.torch_private import TorchDispatchMode
 from ..pipe.module import PipelineModule
+from .equality import errors
 
 
 class ModuleCall(NamedTuple):
@@ -34,7 +35,7 @@ class ModuleCall(NamedTuple):
         name: its name in the whole model.
         kind: name of its class.
         place: file and line of its class, ``model.py:12``; "" if it has no source.
-        inputs, outputs: the tensors, in float64.
+        inputs, outputs: the tensors, in float64 or complex128.
     """
 
     name: str
@@ -261,9 +262,9 @@ def _first_wrong(parts: list[list[Tensor]], whole: list[Tensor], rtol: float) ->
         if not _fits(values, one, rtol):
             shapes = sorted({tuple(value.shape) for value in values})
             if shapes == [tuple(one.shape)]:
-                errors = [(value - one).abs().nan_to_num(torch.inf) for value in values]
-                worst = max(range(len(values)), key=lambda rank: float(errors[rank].max()))
-                at = tuple(int(i) for i in torch.unravel_index(errors[worst].argmax(), one.shape))
+                off = [errors(value, one)[0] for value in values]
+                worst = max(range(len(values)), key=lambda rank: float(off[rank].max()))
+                at = tuple(int(i) for i in torch.unravel_index(off[worst].argmax(), one.shape))
                 return f"{values[worst][at].item():.12g} at {at}, and on one process {one[at].item():.12g}"
             return f"shapes {', '.join(map(str, shapes))}, and on one process {tuple(one.shape)}"
     return None
@@ -298,11 +299,12 @@ def _near(found: Tensor, wanted: Tensor, rtol: float) -> bool:
         return False
     if not wanted.numel():
         return True
-    return bool(((found - wanted).abs() <= rtol * wanted.abs().max() + 1e-14).all())
+    error, largest = errors(found, wanted)
+    return bool((error <= rtol * largest + 1e-14).all())
 
 
 def _kept(tensor: Tensor) -> Tensor:
-    return tensor.detach().double().clone()
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
 
 
 def _place(module: nn.Module) -> str:

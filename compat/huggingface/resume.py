@@ -24,6 +24,7 @@ from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.snapshot.restore import apply
 from ...models.huggingface.reader import open_weights, weight_files
+from ...zero.whole_tensors import WholeStepper
 from .adapters import plain_names
 
 OPTIMIZER_FILE, SCHEDULER_FILE = "optimizer.pt", "scheduler.pt"
@@ -90,13 +91,15 @@ def require_files(folder: Path) -> None:
     )
 
 
-def load_folder(engine: ModuleEngine | PipelineEngine, model: nn.Module, order: Sequence[str], folder: Path) -> None:
+def load_folder(
+    engine: ModuleEngine | PipelineEngine, model: nn.Module, own_groups: Sequence[Sequence[str]], folder: Path
+) -> None:
     """Load weights, optimizer state and counters of transformers' Trainer into an engine. Collective.
 
     Args:
         engine: the engine.
         model: the script's model.
-        order: the model's names of the trained parameters, in the order of the optimizer's groups.
+        own_groups: the model's names of the parameters of each group of the optimizer that the folder's numbers mean.
         folder: the folder ``checkpoint-N``.
 
     Raises:
@@ -105,12 +108,14 @@ def load_folder(engine: ModuleEngine | PipelineEngine, model: nn.Module, order: 
     """
     state = read_state(folder / OPTIMIZER_FILE)
     groups, values = state["param_groups"], state["state"]
-    numbers = [number for group in groups for number in group["params"]]
-    if len(numbers) != len(order):
+    lengths, own_lengths = [len(group["params"]) for group in groups], [len(names) for names in own_groups]
+    if lengths != own_lengths:
         raise ConfigError(
-            f"{folder / OPTIMIZER_FILE} has the state of {len(numbers)} parameters, but this run trains {len(order)}: "
-            "resume with the model and the optim of the first run"
+            f"{folder / OPTIMIZER_FILE} has groups of {lengths} parameters, but this run has {own_lengths}: resume "
+            "with the model and the optimizer (optim, optimizers=) of the first run"
         )
+    numbers = [number for group in groups for number in group["params"]]
+    order = [name for names in own_groups for name in names]
     snapshot, complete = Snapshot(source=str(folder)), True
     own = plain_names(model)
     adapters = {name: plain for plain, name in own.items() if plain.endswith((".lora_A", ".lora_B"))}
@@ -119,10 +124,19 @@ def load_folder(engine: ModuleEngine | PipelineEngine, model: nn.Module, order: 
             complete = False
             name = own.get(name.removeprefix("base_model.model.").removesuffix(".weight"), name)
         snapshot.add(f"{WEIGHTS if name in own.values() else BUFFERS}/{name}", value)
-    if missing := [name for name in order if f"{WEIGHTS}/{name}" not in snapshot.tensors]:
+    trained = [name for name in order if model.get_parameter(name).requires_grad]
+    if missing := [name for name in trained if f"{WEIGHTS}/{name}" not in snapshot.tensors]:
         raise ConfigError(f"{folder} lacks {', '.join(missing[:4])}: it is of another model")
+    whole = isinstance(engine.data_axis.stepper, WholeStepper)
     for number, name in zip(numbers, order, strict=True):
         for key, value in values.get(number, {}).items():
+            shape = snapshot.tensors[f"{WEIGHTS}/{name}"].shape
+            if not whole and isinstance(value, Tensor) and value.dim() and value.shape != shape:
+                raise ConfigError(
+                    f"{folder / OPTIMIZER_FILE} has {key} of the shape {tuple(value.shape)} for parameter {number}, "
+                    f"but this run's parameter {number} is {name} of the shape {tuple(shape)}: resume with the "
+                    "optimizer of the first run, over the same parameters in the same order"
+                )
             if isinstance(value, Tensor) and value.dim():
                 snapshot.add(f"{OPTIMIZER}/{key}/{name}", value)
             else:

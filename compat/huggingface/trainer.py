@@ -144,6 +144,7 @@ class Trainer(transformers.Trainer):
     lr_scheduler: Any
     engine: ModuleEngine | PipelineEngine | None = None
     _trained: Any = None  # the model that the engine was made of
+    _groups: list[list[str]] | None = None  # the model's names of the given optimizer's parameters, by group
     _checked: Section | None = None
     _handle: EngineOptimizer | None = None
     _evaluated: int | None = None  # samples of an evaluation whose speed is not logged yet
@@ -265,6 +266,8 @@ class Trainer(transformers.Trainer):
         given = None
         if config.optimizer is None:
             given = super().create_optimizer()
+            names = {parameter: name for name, parameter in self.model.named_parameters()}
+            self._groups = [[names[p] for p in group["params"] if p in names] for group in given.param_groups]
         elif self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             raise ConfigError("both the configuration and the Trainer's arguments have an optimizer: give one of them")
         return self._made(config, given)
@@ -388,10 +391,11 @@ class Trainer(transformers.Trainer):
         compute: Any = super().compute_loss
         with evaluating(self.model):
             once, again = (compute(model, dict(inputs), num_items_in_batch=number) for number in (count, 2 * count))
-        flags = torch.tensor([bool(once.isfinite()) and bool(once), bool(once != again)], dtype=torch.int64)
+        known = bool(once.isfinite()) and bool(once)  # a batch without labels may have a loss of 0, or NaN
+        flags = torch.tensor([known, known and bool(once != again)], dtype=torch.int64)
         self.grid.world.all_reduce(flags, op="max")
-        known, changed = map(bool, flags.tolist())
-        return changed if known else None
+        any_known, changed = map(bool, flags.tolist())
+        return changed if any_known else None
 
     def _step_on_stages(self, engine: PipelineEngine, handle: EngineOptimizer, inputs: Any) -> Tensor:
         """Keep a microbatch, and after the last one of a step run ``train_batch``.
@@ -643,15 +647,16 @@ class Trainer(transformers.Trainer):
             _, client = self.engine.load_checkpoint(checkpoint)
             schedule = (client or {}).get("lr_scheduler")
         else:
-            decay, named = self.get_decay_parameter_names(self.model), dict(self.model.named_parameters())
-            trained = [name for name, parameter in named.items() if parameter.requires_grad]
-            order = [name for name in trained if name in decay] + [name for name in trained if name not in decay]
-            load_folder(self.engine, self.model, order, folder)
+            decay, named = self.get_decay_parameter_names(self.model), self.model.named_parameters()
+            trained = [name for name, parameter in named if parameter.requires_grad]
+            # If the optimizer is the configuration's: transformers' own groups.
+            groups = self._groups or [[n for n in trained if n in decay], [n for n in trained if n not in decay]]
+            load_folder(self.engine, self.model, groups, folder)
             schedule = read_state(folder / SCHEDULER_FILE)
         if schedule is not None and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(schedule)
-            groups = self.engine.optimizer.param_groups
-            for group, saved_group in zip(self.lr_scheduler.optimizer.param_groups, groups, strict=True):
+            loaded = self.engine.optimizer.param_groups
+            for group, saved_group in zip(self.lr_scheduler.optimizer.param_groups, loaded, strict=True):
                 # Not the learning rate alone: some schedules also write betas.
                 group.update({key: value for key, value in saved_group.items() if key not in ("params", "param_names")})
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import triax
 import triax.compat.deepspeed as deepspeed
+from triax.base.errors import ConfigError
 from triax.compat.deepspeed.inference import DeepSpeedInferenceConfig
 from triax.compat.deepspeed.section_classes import (
     BaseQuantConfig,
@@ -146,6 +147,50 @@ def test_the_inference_engine_loads_checkpoints(tmp_path: Path) -> None:
     engine = deepspeed.init_inference(type(model)(model.config).double(), checkpoint=str(tmp_path / "hf"))
     with torch.no_grad():
         assert torch.equal(engine(IDS).logits, model(IDS).logits)
+
+
+class Turned(nn.Module):
+    """A layer with a table that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.table
+
+
+def test_models_on_the_meta_device_get_every_value(tmp_path: Path) -> None:
+    """Checkpoints lack the tables of rotary positions, and have a tied weight once."""
+    import transformers
+
+    small: Any = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 53, "initializer_range": 0.3}
+    llama: Any = {"hidden_size": 16, "intermediate_size": 24, **small}
+    scaled = {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}
+    configs: list[Any] = [
+        transformers.LlamaConfig(**llama, rope_parameters=scaled),
+        transformers.Gemma3TextConfig(**llama, num_key_value_heads=1, head_dim=8, tie_word_embeddings=True),
+    ]
+    for number, config in enumerate(configs):
+        torch.manual_seed(2)
+        model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+        model.save_pretrained(tmp_path / str(number))
+        for path in (tmp_path / str(number), tmp_path / str(number) / "model.safetensors"):
+            with torch.device("meta"):
+                empty = transformers.AutoModelForCausalLM.from_config(config).double()
+            engine = deepspeed.init_inference(empty, checkpoint=str(path))
+            with torch.no_grad():
+                torch.testing.assert_close(engine(IDS).logits, model(IDS).logits, rtol=0, atol=1e-10)
+    torch.save(Turned().state_dict(), tmp_path / "own.pt")
+    with torch.device("meta"):
+        own = Turned()
+    with pytest.raises(ConfigError, match="table is a buffer without values, and no checkpoint has it"):
+        deepspeed.init_inference(own, checkpoint=str(tmp_path / "own.pt"))
+    own = Turned()
+    own.linear.to("meta")  # as of accelerate's init_empty_weights, which leaves the buffers where they are
+    engine = deepspeed.init_inference(own, checkpoint=str(tmp_path / "own.pt"))
+    assert engine.table.tolist() == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize(

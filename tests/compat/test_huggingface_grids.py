@@ -177,6 +177,37 @@ def test_resume_from_transformers_folder(ranks: Any, plain: Any, tmp_path: Path,
             near(found, wanted, steps)
 
 
+def in_model_order(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def in_reverse(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([*model.parameters()][::-1], lr=1e-2, weight_decay=0.1)
+
+
+def refused_resume(out: str, resume: str) -> list[str]:
+    """Return the messages for optimizers over other groups, and over the same parameters in another order."""
+    messages = []
+    for optimizer in (None, in_reverse):
+        with pytest.raises(ConfigError) as error:
+            run(out, 1, on(), resume=resume, optimizer=optimizer, case="llama", max_steps=4, save_steps=2)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_resume_with_an_optimizer_of_ones_own(ranks: Any, tmp_path: Path) -> None:
+    """The folder numbers the parameters as the given optimizer does, not as transformers' own two groups do."""
+    job: dict[str, Any] = {"case": "llama", "optimizer": in_model_order}
+    (wanted,) = runs(ranks, tmp_path / "plain", None, 4, **job)
+    resume = str(tmp_path / "plain" / "checkpoint-2")
+    for number, options in enumerate((on(2, data=2), on(pipe=2))):
+        for found in runs(ranks, tmp_path / str(number), options, 4, resume=resume, **job):
+            near(found, wanted, 4)
+    ((groups, order),) = ranks(1, refused_resume, str(tmp_path / "refused"), resume)
+    assert "has groups of [30] parameters, but this run has [23, 7]: resume with" in groups
+    assert "for parameter 1, but this run's parameter 1 is model.norm.weight of the shape (24,)" in order
+
+
 def refused(out: str, grid: dict[str, int]) -> list[str]:
     """Return the messages for models with adapters that the grid cannot share."""
     import peft

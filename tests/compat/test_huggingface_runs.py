@@ -15,8 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
+import triax
 from triax.base.errors import ConfigError
 
 from support.paths import ROOT
@@ -61,6 +64,55 @@ def test_a_loss_that_ignores_the_number_of_items(ranks: Any, tmp_path: Path) -> 
         for found in ranks(count, classified, str(tmp_path), count, accumulation, zero(stage)):
             for key in ("loss", "grad_norm", "eval_loss"):
                 assert found[key] == pytest.approx(wanted[key], abs=1e-4, rel=0), key
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Rows of numbers with labels; those of one microbatch have none."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+        labels = torch.randint(0, 4, (5,), generator=generator)
+        return {"x": x, "labels": torch.full_like(labels, -100) if index in (2, 3) else labels}
+
+
+class MeanLoss(nn.Module):
+    """A linear layer, whose loss is a mean over its labels, whatever ``num_items_in_batch`` is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor, labels: Tensor, **others: Any) -> dict[str, Tensor]:
+        logits = self.linear(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, -2), labels.flatten()), "logits": logits}
+
+
+def stepped(out: str, replicas: int) -> Tensor:
+    """The weight after a step of four microbatches, one of which has a loss of NaN, which is left out."""
+    options: dict[str, Any] = {"optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "max_steps": 1}
+    options |= {"learning_rate": 0.1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // replicas}
+    options |= {"train_sampling_strategy": "sequential", "save_strategy": "no", "report_to": "none"}
+    model = MeanLoss()
+    args = triax.TrainingArguments(out, triax={"nan_loss": "ignore"}, **options)
+    triax.Trainer(model, args, train_dataset=Rows()).train()
+    return model.linear.weight.detach()
+
+
+def test_a_batch_without_labels_does_not_look_like_a_count(ranks: Any, tmp_path: Path) -> None:
+    """NaN is not equal to itself, but says nothing of whether the loss depends on ``num_items_in_batch``."""
+    plain, rows = MeanLoss(), Rows()
+    for first in (0, 4, 6):
+        x, labels = (torch.stack([rows[first][key], rows[first + 1][key]]) for key in ("x", "labels"))
+        (plain(x, labels)["loss"] / 4).backward()
+    assert plain.linear.weight.grad is not None
+    wanted = plain.linear.weight.detach() - 0.1 * plain.linear.weight.grad
+    for found in ranks(2, stepped, str(tmp_path), 2):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
 def twice(out: str, replicas: int, config: Any) -> Any:

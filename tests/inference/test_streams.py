@@ -152,6 +152,23 @@ def test_a_callback_that_fails_lets_go_of_the_model() -> None:
     assert str(caught.value) == "the disk is full"  # its traceback is kept until here
 
 
+def test_a_shorter_call_follows_one_that_failed() -> None:
+    module = model(GPT)
+    engine = init_inference(module)
+
+    def fails(ids: Any, logits: Tensor) -> Tensor:
+        if ids.shape[-1] == 7:
+            raise OSError("the disk is full")
+        return logits
+
+    with pytest.raises(OSError, match="the disk is full"):
+        engine.generate([[1, 2, 3]], 8, logits_processor=[fails])
+    (tokens,) = engine.generate([[1, 2, 3]], 2, temperature=0)
+    with torch.no_grad():
+        plain = module.eval()(torch.tensor([tokens]))[0].argmax(-1)
+    assert len(tokens) == 5 and plain[2:-1].tolist() == tokens[3:]
+
+
 DELTA = DecoderConfig(
     vocab_size=53,
     max_position_embeddings=32,

@@ -15,9 +15,11 @@ from triax.grid.layout import layout_of
 from triax.grid.randomness.random import Normal
 from triax.grid.ranges import split
 from triax.models.attention import SelfAttention
-from triax.models.config import RopeScaling
+from triax.models.config import LlamaConfig, RopeScaling
+from triax.models.llama import llama_layers
 from triax.models.packed import check_documents, pack, packing, positions_within
 from triax.models.rope import Rope
+from triax.pipe.module import PipelineModule
 
 from support.reference import attention, rms_norm, visible
 from support.toys import error_text
@@ -248,6 +250,25 @@ def test_a_mask_is_built_once_for_a_microbatch() -> None:
     assert packing(documents, torch.float64).mask.dtype == torch.float64
     documents[0, 3] = 0  # changed where it lies: the mask of before is no longer its mask
     assert packing(documents, torch.float32).positions[0].tolist() == [0, 1, 2, 3, 0, 0, 1, 2]
+
+
+def test_packed_rows_in_inference_mode_and_after_it() -> None:
+    """Nothing that inference mode made is trained with, and its own tensors, which count no versions, keep nothing."""
+    config = LlamaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12)
+    module = PipelineModule(llama_layers(config), dtype=torch.float64, seed=1)
+    ids, documents = torch.arange(2 * LENGTH).view(2, LENGTH) % 16, DOCUMENTS.clone()
+    wanted = module((ids, documents.clone()))
+    with torch.inference_mode():
+        torch.testing.assert_close(module((ids, documents)), wanted, **CLOSE)
+        own = DOCUMENTS.clone()
+        torch.testing.assert_close(module((ids, own)), wanted, **CLOSE)
+        own.zero_()
+        torch.testing.assert_close(module((ids, own)), module((ids, torch.zeros_like(DOCUMENTS))), **CLOSE)
+    outputs = module((ids, documents))
+    torch.testing.assert_close(outputs, wanted, **CLOSE)
+    parameters = list(module.parameters())
+    found, plain = (torch.autograd.grad(y.square().sum(), parameters) for y in (outputs, wanted))
+    torch.testing.assert_close(found, plain, **CLOSE)
 
 
 def test_texts_are_packed_without_a_gap() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -169,10 +169,17 @@ def trainer_of(
 
 @exact()
 def run(
-    out: str, replicas: int, triax_options: dict[str, Any] | None, resume: str | None = None, **options: Any
+    out: str,
+    replicas: int,
+    triax_options: dict[str, Any] | None,
+    resume: str | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train in float64 and evaluate; what was logged, predictions, and the model's weights when it ends."""
     trainer = trainer_of(out, replicas, triax_options, **options)
+    if optimizer is not None:
+        trainer.optimizer = optimizer(trainer.model)
     trainer.train(resume_from_checkpoint=resume)
     history = trainer.state.log_history
     keys = ("loss", "grad_norm", "learning_rate", "eval_loss")

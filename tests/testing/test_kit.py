@@ -34,6 +34,8 @@ from triax.testing import (
     count_bytes,
     covering_grids,
 )
+from triax.testing.equality import Step, difference
+from triax.testing.recording import ModuleCall, first_difference
 from triax.testing.strategies import grids, microbatch_counts, schedules
 
 from support.paths import DOCS, ROOT
@@ -140,6 +142,32 @@ def test_a_right_model_equals_one_process() -> None:
 def test_a_mistake_is_named_with_its_grid(mistake: str, words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         assert_equals_one_process(partial(build, mistake), batches, GRIDS)
+
+
+INF, NAN = torch.inf, torch.nan
+NUMBERS: list[tuple[list[complex], list[complex], bool]] = [  # found, wanted, equal
+    ([1.0, 2.0], [1.0, 2.0 + 1e-11], True),
+    ([1.0, 2.0], [1.0, 2.0 + 1e-9], False),
+    ([1 + 2j], [1 + 2j], True),
+    ([1 + 2j], [1 + 5j], False),
+    ([3.0], [INF], False),
+    ([INF], [3.0], False),
+    ([1.0, INF], [1.0, INF], True),
+    ([1.0, INF], [7.0, INF], False),
+    ([1.0, INF], [1.0, -INF], False),
+    ([NAN], [NAN], False),
+]
+
+
+@pytest.mark.parametrize(("found", "wanted", "equal"), NUMBERS)
+def test_numbers_are_equal_in_every_part(found: list[complex], wanted: list[complex], equal: bool) -> None:
+    """The imaginary part counts, and an infinite number does not hide the others."""
+    dtype = torch.complex128 if any(isinstance(value, complex) for value in found) else torch.float64
+    a, b = (torch.tensor(values, dtype=dtype) for values in (found, wanted))
+    here, one = (Step(0.0, 0.0, 0.0, {}, {}, {"w": tensor}, {}, {}) for tensor in (a, b))
+    assert (difference(here, one, 1e-10) == "") == equal
+    rank, whole = ([ModuleCall("linear", "Linear", "", [], [tensor])] for tensor in (a, b))
+    assert (first_difference(whole, [rank], 1e-10).text == "") == equal
 
 
 def test_the_guide_shows_the_project() -> None:
