@@ -189,7 +189,7 @@ class _Sharder:
             return VocabSharded(layer.weight, axis, layer.num_embeddings, layer.padding_idx, scale=style.scale)
         if embeds:
             self._cut(layer.weight, f"{name}.weight", shard_dim=1)
-            return EmbeddingSharded(layer.weight, axis)
+            return EmbeddingSharded(layer.weight, axis, layer.padding_idx)
         if isinstance(style, FusedHeads):
             if style.kv_heads == 1 and style.heads > 1:
                 return FusedWhole(
@@ -340,13 +340,9 @@ def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
                 f"OnEachHead needs a weight ({style.heads}, ...) and no bias. Change the plan."
             )
         return
-    wanted, fits = "an nn.Linear or a Conv1D", isinstance(layer, nn.Linear) or _conv1d(layer)
-    if isinstance(style, Vocab):
-        wanted, fits = "an nn.Embedding", isinstance(layer, nn.Embedding)
-    elif isinstance(style, Column) and isinstance(layer, nn.Embedding):
-        check_units(f"{name}: embedding_dim", layer.embedding_dim, 1, axis.size)
-        return
-    if not fits:
+    embeds = isinstance(layer, nn.Embedding) and isinstance(style, (Vocab, Column))
+    wanted = "an nn.Embedding" if isinstance(style, Vocab) else "an nn.Linear or a Conv1D"
+    if not (embeds or (not isinstance(style, Vocab) and (isinstance(layer, nn.Linear) or _conv1d(layer)))):
         if hasattr(layer, "base_layer"):
             raise TypeError(
                 f"{name} is a layer of PEFT around another one. Leave the plan out, if the model is of a family that "
@@ -359,12 +355,15 @@ def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
         )
     if layout_of(layer.weight).sharded:
         raise ValueError(f"{name} is already sharded. Call parallelize only once for a module.")
-    if isinstance(style, Vocab):
+    if embeds:
         odd = [option for option in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(layer, option)]
         if odd:
             option = f"{odd[0]}={getattr(layer, odd[0])}"
             raise ValueError(f"{name} has {option}, which a sharded embedding lacks. Leave {name} out of the plan.")
-        check_units(f"{name}: num_embeddings", layer.num_embeddings, 1, axis.size)
+        if isinstance(style, Column) and style != Column():
+            raise ValueError(f"{name} is an embedding, which is sharded by 'column' or 'vocab', not by {style}.")
+        key = "num_embeddings" if isinstance(style, Vocab) else "embedding_dim"
+        check_units(f"{name}: {key}", getattr(layer, key), 1, axis.size)
         return
     if isinstance(style, FusedHeads):
         if layer.weight.shape[0] != (style.heads + 2 * style.kv_heads) * style.head_dim:

@@ -222,15 +222,18 @@ class FusedWhole(_Linear):
 
 
 class EmbeddingSharded(ReadOutside):
-    """Embedding whose columns are sharded, made from this rank's: integers (...) -> (..., D_local)."""
+    """Embedding whose columns are sharded, made from this rank's: integers (...) -> (..., D_local).
 
-    def __init__(self, weight: nn.Parameter, axis: Axis) -> None:
+    The row ``padding_idx`` gets no gradient, as in ``nn.Embedding``.
+    """
+
+    def __init__(self, weight: nn.Parameter, axis: Axis, padding_idx: int | None = None) -> None:
         super().__init__()
-        self.weight, self.axis = weight, axis
+        self.weight, self.axis, self.padding_idx = weight, axis, padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up this rank's part of the vectors."""
-        return F.embedding(ids, self._shard)
+        return F.embedding(ids, self._shard, self.padding_idx)
 
 
 class ShardedRMSNorm(nn.Module):

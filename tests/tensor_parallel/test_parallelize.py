@@ -208,6 +208,42 @@ def test_parallelized_models_train_over_replicas(ranks: Any, family: str, stage:
         assert max(errors) < 1e-6  # Adam divides by the gradient's size: elements near 0 are where rounding shows
 
 
+class Narrow(nn.Module):
+    """An embedding whose columns can be sharded, and a layer that takes them as inputs."""
+
+    def __init__(self, tied: bool = False, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words, self.down = nn.Embedding(5, 6, **options), nn.Linear(6, 5)
+        if tied:
+            self.down.weight = self.words.weight
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.down(self.words(ids))
+        return y
+
+
+def columns_of_an_embedding(tied: bool, options: dict[str, Any]) -> float:
+    grid, whole = Grid(tensor=2), Narrow(tied, **options)
+    model = parallelize(Narrow(tied, **options), grid, {"words": "column", "down": "row"})
+    for each in (whole, model):
+        each(torch.tensor([[0, 1, 0, 2, 2, 4]])).square().sum().backward()
+    whole_gradients = [parameter.grad for parameter in whole.parameters()]
+    shares = [
+        (parameter.grad, layout_of(parameter).shard(gradient, grid.tensor.rank, 2))
+        for parameter, gradient in zip(model.parameters(), whole_gradients, strict=True)
+        if gradient is not None
+    ]
+    return max(worst(gradient, share) for gradient, share in shares if gradient is not None)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 0}, {"padding_idx": -1}], ids=str)
+def test_columns_of_an_embedding_train_as_the_whole(ranks: Any, tied: bool, options: dict[str, Any]) -> None:
+    assert max(ranks(2, columns_of_an_embedding, tied, options)) < 1e-10
+
+
 def one_step_of_the_engine(sizes: tuple[int, int, int]) -> dict[str, float]:
     """The whole model as a list of one layer."""
     grid = Grid(*sizes)
@@ -233,6 +269,9 @@ def one_step_of_the_engine(sizes: tuple[int, int, int]) -> dict[str, float]:
 def test_parallelized_models_train_under_the_engine(ranks: Any) -> None:
     for found in ranks(4, one_step_of_the_engine, (1, 2, 2), timeout=60):
         assert max(found.values()) < 1e-9
+
+
+ODD: list[dict[str, Any]] = [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
 
 
 def messages(size: int) -> list[str]:
@@ -267,6 +306,8 @@ def messages(size: int) -> list[str]:
         said(encoder, {"*linear1": "column"}),
         said(nn.Linear(4, 4), {"*": "column"}),
         said(few_heads, None),
+        *(said(Narrow(**odd), {"words": "column", "down": "row"}) for odd in ODD),
+        said(Narrow(), {"words": "column_gather"}),
         _said_twice(again, grid),
     ]
 
@@ -291,6 +332,10 @@ EXPECTED = [
     "TypeError: 0.linear1 is part of a TransformerEncoderLayer, which uses the weights without calling",
     "TypeError: the plan's pattern matches the whole Linear. Put it into an nn.Sequential.",
     "ValueError: model.layers.0.self_attn.q_proj: the number of outputs is 24, which is 2 units of 12",
+    "ValueError: words has max_norm=1.0, which a sharded embedding lacks. Leave words out of the plan.",
+    "ValueError: words has scale_grad_by_freq=True, which a sharded embedding lacks.",
+    "ValueError: words has sparse=True, which a sharded embedding lacks.",
+    "ValueError: words is an embedding, which is sharded by 'column' or 'vocab', not by Column(",
     "TypeError: up is a ColumnSharded, but the style Column needs an nn.Linear or a Conv1D",
 ]
 
