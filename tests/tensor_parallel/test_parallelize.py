@@ -244,6 +244,73 @@ def test_columns_of_an_embedding_train_as_the_whole(ranks: Any, tied: bool, opti
     assert max(ranks(2, columns_of_an_embedding, tied, options)) < 1e-10
 
 
+class Siblings(nn.Module):
+    """Two layers with a common input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.q, self.k = nn.Linear(4, 6), nn.Linear(4, 6)
+
+
+def _scale(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.mul_(3)
+
+
+def _replace(layer: Any) -> None:
+    layer.bias = nn.Parameter(layer.bias.detach() + 1)
+
+
+CHANGES: dict[str, Any] = {
+    "nothing": lambda model, x: None,
+    "weight": lambda model, x: _scale(model.k.weight),
+    "bias": lambda model, x: _scale(model.k.bias),
+    "another bias": lambda model, x: _replace(model.k),
+    "input": lambda model, x: _scale(x),
+}
+MODES: dict[str, Any] = {
+    "gradients": torch.enable_grad,
+    "no gradients": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+
+def between_calls(model: Any, change: str, mode: str) -> list[Tensor]:
+    """The output of a layer after its sibling's call with the same input and a change, and the gradients."""
+    start = torch.arange(8.0, dtype=torch.float64).view(2, 4)
+    with MODES[mode]():
+        start.requires_grad_(mode == "gradients")
+        x = start + 1
+        model.q(x)
+        CHANGES[change](model, x)
+        y = model.k(x)
+    if mode == "gradients":
+        y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in (start, model.k.weight, model.k.bias) if p.grad is not None)]
+
+
+def siblings() -> None:
+    """Compare each change with one process; under autocast, dtypes."""
+    grid = Grid(tensor=2)
+    plan, rank = {"q": Column(group="g"), "k": Column(group="g")}, grid.tensor.rank
+    for change in CHANGES:
+        for mode in MODES:
+            mine = between_calls(parallelize(Siblings().double(), grid, plan), change, mode)
+            wanted = between_calls(Siblings().double(), change, mode)
+            y, *gradients = wanted
+            wanted = [y.chunk(2, 1)[rank], *gradients[:1], *(g.chunk(2)[rank] for g in gradients[1:])]
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-10, msg=f"{change}, {mode}")
+    model, x = parallelize(Siblings(), grid, plan), torch.ones(2, 4, requires_grad=True)
+    model.q(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.k(x).dtype == torch.bfloat16
+
+
+def test_no_change_between_calls_of_a_group_is_missed(ranks: Any) -> None:
+    ranks(2, siblings)
+
+
 def one_step_of_the_engine(sizes: tuple[int, int, int]) -> dict[str, float]:
     """The whole model as a list of one layer."""
     grid = Grid(*sizes)
