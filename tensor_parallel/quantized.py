@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.torch_private import cast_operator, make_wrapper, no_function
+from ..base.torch_private import cast_operator, make_wrapper, no_function, tree_leaves, tree_map
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout, layout_of, set_layout
 from . import nf4
@@ -170,15 +170,22 @@ class ComputedWeight(Tensor):
                 return cls(first.numbers, first.dtype, first.device, not first.flipped)
             if func is cast_operator and set(kwargs) <= {"dtype", "non_blocking"}:
                 return cls(first.numbers, kwargs.get("dtype") or first.dtype, first.device, first.flipped)
-            if func._schema.is_mutable:
-                raise RuntimeError(
-                    f"{layout_of(first).name or 'a weight'} is kept in {first.numbers.form}, and {func} would write to "
-                    "it: change the model before its base is quantized (the option lora.base)"
-                )
-        others = [value for value in args if isinstance(value, Tensor) and not isinstance(value, ComputedWeight)]
+        if func._schema.is_mutable:
+            for value in tree_leaves((args[:1], kwargs.get("out"))):
+                if isinstance(value, ComputedWeight):
+                    raise RuntimeError(
+                        f"{layout_of(value).name or 'a weight'} is kept in {value.numbers.form}, and {func} would "
+                        "write to it: change the model before its base is quantized (the option lora.base)"
+                    )
+        values = (*args, *kwargs.values())
+        others = [value for value in values if isinstance(value, Tensor) and not isinstance(value, ComputedWeight)]
         dtype = others[0].dtype if others and others[0].is_floating_point() else None
-        dense = [value.dense(dtype) if isinstance(value, ComputedWeight) else value for value in args]
-        return func(*dense, **kwargs)
+
+        def dense(value: Any) -> Any:
+            return value.dense(dtype) if isinstance(value, ComputedWeight) else value
+
+        args, kwargs = tree_map(dense, (args, kwargs))
+        return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Text that ``print`` shows."""
