@@ -341,6 +341,28 @@ def test_parallelized_models_train_under_the_engine(ranks: Any) -> None:
 ODD: list[dict[str, Any]] = [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
 
 
+BUFFERS = (torch.bool, torch.int16, torch.uint16, torch.float16, torch.complex64, torch.float8_e4m3fn)
+
+
+def first_ranks_buffers() -> list[Tensor]:
+    """Buffers of a module whose values were others on each rank; and one without elements, and one without dims."""
+    grid, model = Grid(tensor=2), Narrow()
+    for number, dtype in enumerate(BUFFERS):
+        model.register_buffer(f"buffer{number}", torch.tensor([[grid.tensor.rank + 1.0, 0.0]]).to(dtype))
+    model.register_buffer("none", torch.empty(0))
+    model.register_buffer("number", torch.tensor(grid.tensor.rank, dtype=torch.int16))
+    return [*parallelize(model, grid, {"words": "column", "down": "row"}).buffers()]
+
+
+def test_buffers_of_each_dtype_are_the_first_ranks(ranks: Any) -> None:
+    first, second = ranks(2, first_ranks_buffers)
+    assert [buffer.dtype for buffer in first] == [*BUFFERS, torch.float32, torch.int16]
+    for mine, other, dtype in zip(first, second, BUFFERS, strict=False):
+        wanted = torch.tensor([[1.0, 0.0]]).to(dtype)
+        assert all(torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)) for found in (mine, other))
+    assert first[-1] == second[-1] == 0
+
+
 def messages(size: int) -> list[str]:
     """Error messages of wrong plans."""
 
@@ -375,8 +397,24 @@ def messages(size: int) -> list[str]:
         said(few_heads, None),
         *(said(Narrow(**odd), {"words": "column", "down": "row"}) for odd in ODD),
         said(Narrow(), {"words": "column_gather"}),
+        *(_said_then_right(Narrow(tied=True), wrong, grid) for wrong in WRONG_TIES),
         _said_twice(again, grid),
     ]
+
+
+WRONG_TIES: list[dict[str, Any]] = [
+    {"words": "column", "down": "column_gather"},
+    {"words": "vocab", "down": "row"},
+    {"words": "vocab", "down": Column(unit=5)},
+    {"down": "row"},
+]
+
+
+def _said_then_right(model: nn.Module, plan: dict[str, Any], grid: Grid) -> str:
+    """The message for a wrong plan, after which the right plan is taken."""
+    message = error_text(lambda: parallelize(model, grid, plan), ValueError)
+    parallelize(model, grid, {"words": "vocab", "down": "column_gather"})
+    return f"ValueError: {message}"
 
 
 def _said_twice(model: nn.Module, grid: Grid) -> str:
@@ -403,6 +441,10 @@ EXPECTED = [
     "ValueError: words has scale_grad_by_freq=True, which a sharded embedding lacks.",
     "ValueError: words has sparse=True, which a sharded embedding lacks.",
     "ValueError: words is an embedding, which is sharded by 'column' or 'vocab', not by Column(",
+    "ValueError: down.weight and words.weight are tied, but the plan shards them differently. Give both one style.",
+    "ValueError: down.weight and words.weight are tied, but the plan shards them differently.",
+    "ValueError: down: the number of outputs is 5, which is 1 units of 5, but tensor=3",
+    "ValueError: words shares its weight with down, which the plan shards. Add words to the plan too",
     "TypeError: up is a ColumnSharded, but the style Column needs an nn.Linear or a Conv1D",
 ]
 
