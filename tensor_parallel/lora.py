@@ -1,6 +1,7 @@
 """LoRA: low-rank updates of frozen linear layers, sharded like the layers: the model's sets of adapters.
 
-    add_adapters   freezes a model, quantizes its linear layers, and adds adapters to the layers that the targets name
+    plan_adapters  finds the layers that the targets name, and checks them
+    add_adapters   freezes a model, quantizes its linear layers, and adds adapters to these layers
     activate       chooses the sets whose updates are added, and trained
     merge_adapters adds the updates to the weights, and removes the adapters
 
@@ -27,8 +28,8 @@ from ..grid.layout import Layout, layout_of, set_layout
 from .adaptable import Adaptable, is_linear, is_transposed, matrix_of
 from .embedding import VocabParallelHead
 from .lora_adapter import DEFAULT, Adapter, Adapters, named_in, set_of
-from .lora_layouts import AdaptedLinear
-from .quantized import quantize_layer
+from .lora_layouts import AdaptedLinear, FactorLayouts
+from .quantized import code_layout, matrix_layout, quantize_layer
 
 MakeDropout = Callable[[float, Grid, bool, tuple[Tensor, int] | None], nn.Module]
 ALL_LINEAR = "all-linear"
@@ -139,6 +140,34 @@ def add_adapters(
         if before != options:
             raise ConfigError(f"the model has adapters of {before}, but lora asks for {options}: give equal options")
         return
+    plan_adapters(model, options, names, grid, name, axis)
+    arguments = options, names, grid, dropout, name, not others, axis
+    if hasattr(model, "change_layers"):
+        model.change_layers(lambda prefix, layer: adapt(layer, prefix, *arguments))
+    else:
+        adapt(model, "", *arguments)
+    model.lora_options = {**others, name: options}
+    if not others:
+        model.lora_active = (name,)
+
+
+def plan_adapters(
+    model: Any,
+    options: LoraOptions,
+    names: Mapping[str, tuple[str, ...]],
+    grid: Grid,
+    name: str = DEFAULT,
+    axis: Axis | None = None,
+) -> list[LayerChange]:
+    """Return what ``add_adapters`` will do to this rank's layers, and change nothing. Collective.
+
+    Args:
+        model, options, names, grid, name, axis: as for ``add_adapters``.
+
+    Raises:
+        ConfigError: as ``add_adapters`` does.
+    """
+    others: dict[str, LoraOptions] = getattr(model, "lora_options", {})
     if not re.fullmatch(r"[\w-]+", name):
         raise ConfigError(f"{name!r} is no name of adapters: give letters, digits, _ and -")
     base = next(iter(others.values())).base if others else None
@@ -147,16 +176,15 @@ def add_adapters(
             f"base is {options.base} for the adapters {name!r}, but the model has the adapters {[*others]} over "
             f"{base or 'weights in floating point'}: give base only with the first adapters"
         )
-    matched, first, axis = set[str](), not others, axis or grid.tensor
+    layers: dict[str, nn.Module] = {"": model}
+    if hasattr(model, "change_layers"):
+        layers = {f"layers.{key}": layer for key, layer in model.layers.items()}
+    matched, changes = set[str](), list[LayerChange]()
     with agreed(grid, ConfigError):
-        if hasattr(model, "change_layers"):
-            model.change_layers(
-                lambda prefix, layer: matched.update(
-                    adapt(layer, prefix, options, names, grid, dropout, name, first, axis)
-                )
-            )
-        else:
-            matched.update(adapt(model, "", options, names, grid, dropout, name, first, axis))
+        for prefix, module in layers.items():
+            matching, own = _changes(module, prefix, options, names, name, axis or grid.tensor)
+            matched |= matching
+            changes += own
     matched_anywhere = set[str]().union(*grid.world.all_gather_json(sorted(matched)))
     targets = (options.targets,) if isinstance(options.targets, str) else options.targets
     missing = [target for target in targets if target not in matched_anywhere]
@@ -169,9 +197,7 @@ def add_adapters(
             f"lora.targets has {', '.join(map(repr, missing))}, but no {kind} has such a name. Name layers by the ends "
             f"of their names, such as {', '.join([*ends][:12])}, or write 'all-linear'"
         )
-    model.lora_options = {**others, name: options}
-    if first:
-        model.lora_active = (name,)
+    return changes
 
 
 def adapt(
@@ -184,7 +210,7 @@ def adapt(
     name: str = DEFAULT,
     active: bool = True,
     axis: Axis | None = None,
-) -> set[str]:
+) -> None:
     """Freeze a module's parameters, quantize its linear layers, and add adapters to those that the targets name.
 
     Args:
@@ -199,27 +225,77 @@ def adapt(
         name: of the set of adapters.
         active: train it, and add its updates.
         axis: the axis that shards the layers; None: ``grid.tensor``.
-
-    Returns:
-        The targets that matched.
-
-    Raises:
-        ValueError: a target names a layer that has no adapters, or a layer whose fused parts cannot be told apart.
     """
+    axis = axis or grid.tensor
+    _, changes = _changes(module, prefix, options, names, name, axis)
     for parameter_name, parameter in module.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and ".lora." in f".{parameter_name}")
-    axis = axis or grid.tensor
+    for change in changes:
+        if change.quantized and options.base is not None:
+            quantize_layer(change.layer, change.name, options.base, axis, is_transposed(change.layer))
+        if change.layouts:
+            _add_set(change, options, grid, dropout, name, active, axis)
+
+
+@dataclass(frozen=True)
+class LayerChange:
+    """Change of one layer by ``adapt``.
+
+    Attributes:
+        layer: the layer.
+        name: its name in the whole model.
+        quantized: its weight becomes integers.
+        chosen: for each fused part of its outputs, the name of the adapter or None.
+        layouts: of the factors of each part; empty: no adapter is added.
+    """
+
+    layer: Any
+    name: str
+    quantized: bool
+    chosen: Sequence[str | None]
+    layouts: Sequence[FactorLayouts]
+
+    def factor_shapes(self, name: str, dora: bool) -> dict[str, tuple[int, ...]]:
+        """Return the name and the whole shape of each factor that a set of this name adds."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for part, (a, b) in zip(self.chosen, self.layouts, strict=True) if self.layouts else ():
+            if part is not None:
+                key = f"{self.name}.lora.{named_in(name, part)}"
+                shapes |= {f"{key}.A": a.shape, f"{key}.B": b.shape}
+                shapes |= {f"{key}.magnitude": b.shape[:1]} if dora else {}
+        return shapes
+
+
+def _changes(
+    module: nn.Module,
+    prefix: str,
+    options: LoraOptions,
+    names: Mapping[str, tuple[str, ...]],
+    name: str,
+    axis: Axis,
+) -> tuple[set[str], list[LayerChange]]:
+    """Return the targets that match, and what ``adapt`` will do to the layers; arguments as for ``adapt``.
+
+    Raises:
+        ValueError: a target names a layer that has no adapters, or a layer whose fused parts cannot be told apart; or
+            a weight cannot be quantized.
+    """
     uses = Counter(id(p) for layer in module.modules() for p in layer._parameters.values() if p is not None)
     head = getattr(module, "get_output_embeddings", lambda: None)()
-    matched: set[str] = set()
-    for path, layer in [*module.named_modules()]:
+    adapters = {inner for layer in module.modules() if isinstance(layer, Adapters) for inner in layer.modules()}
+    matched, changes = set[str](), list[LayerChange]()
+    for path, layer in module.named_modules():
+        if layer in adapters:
+            continue
         own = ".".join(filter(None, (prefix, path)))
         parts = names.get(own, (own,))
         last = layer is head or isinstance(layer, VocabParallelHead) or parts[0].rpartition(".")[2] == _HEAD
+        quantized = False
         if options.base is not None and is_linear(layer) and not last:
             weight = layer._parameters.get("weight")
             if weight is not None and uses[id(weight)] == 1 and layout_of(weight).tie is None:
-                quantize_layer(layer, own, options.base, axis, is_transposed(layer))
+                quantized = True
+                code_layout(options.base, matrix_layout(weight, own, is_transposed(layer)), axis)
         chosen: list[str | None] = []
         for part in parts:
             if options.targets == ALL_LINEAR:
@@ -228,15 +304,17 @@ def adapt(
                 hits = options.matching(own) | options.matching(part)
             chosen.append(part.rpartition(".")[2] if hits else None)
             matched |= hits
-        present = layer._modules.get("lora")
+        present, layouts = layer._modules.get("lora"), list[FactorLayouts]()
         if any(chosen) and (present is None or not any(set_of(key) == name for key in present._modules)):
             if not is_linear(layer):
                 raise ValueError(
                     f"lora.targets names {own}, a {type(layer).__name__}, which has no adapters: LoRA adapts linear "
                     "layers that are sharded or replicated as a whole. Name other layers by the ends of their names."
                 )
-            _add_set(layer, own, chosen, options, grid, dropout, name, active, axis)
-    return matched
+            layouts = AdaptedLinear(layer, own, len(chosen), axis).factor_layouts(options.rank)
+        if quantized or layouts:
+            changes.append(LayerChange(layer, own, quantized, chosen, layouts))
+    return matched, changes
 
 
 def _add_update(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
@@ -246,9 +324,7 @@ def _add_update(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
 
 
 def _add_set(
-    layer: Any,
-    own: str,
-    chosen: Sequence[str | None],
+    change: LayerChange,
     options: LoraOptions,
     grid: Grid,
     dropout: MakeDropout,
@@ -259,14 +335,12 @@ def _add_set(
     """Add a set of adapters to one layer.
 
     Args:
-        layer: the layer.
-        own: its name in the whole model.
-        chosen: for each fused part of its outputs, the name of the adapter or None.
+        change: the layer, and the parts of its outputs to adapt.
         options: rank, scaling and seed.
         grid, dropout, name, active, axis: as for ``adapt``.
     """
-    linear = AdaptedLinear(layer, own, len(chosen), axis)
-    layouts = linear.factor_layouts(options.rank)
+    layer, chosen, layouts = change.layer, change.chosen, change.layouts
+    linear = AdaptedLinear(layer, change.name, len(chosen), axis)
     if "lora" not in layer._modules:
         layer.add_module("lora", Adapters(linear.computed(layouts)))
         if not isinstance(layer, Adaptable):
@@ -283,7 +357,7 @@ def _add_set(
                 scaling=options.scaling,
                 sequence_parallel=linear.sequence_parallel,
                 select=_select(linear),
-                seed=(options.seed, f"{own}.lora.{named_in(name, part)}"),
+                seed=(options.seed, f"{change.name}.lora.{named_in(name, part)}"),
                 like=layer.weight,
                 dropout=_dropout(linear, factors.a, options.dropout, grid, dropout),
                 rows=rows_of_part,

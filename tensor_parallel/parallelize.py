@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, TypeVar
@@ -79,7 +80,7 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any]) -> M:
         return module
     for name, style in work:
         _check(module, name, style, axis)
-    _check_ties(module, dict(work))
+    _check_ties(module, dict(work), axis)
     _check_over_heads(module, dict(work))
     _broadcast(module, grid)
     sharder = _Sharder(module, axis)
@@ -136,10 +137,17 @@ def _broadcast(module: nn.Module, grid: Grid) -> None:
     """Broadcast the module's values from the first rank of the tensor axis: processes may have drawn other values."""
     for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
         if not tensor.is_meta:
-            data = tensor.detach().to(grid.device).contiguous()
+            data = _bytes(tensor, grid.device)
             grid.tensor.broadcast(data)
-            if not torch.equal(data.to(tensor.device), tensor):  # an equal tensor may be an expanded view: not written
-                tensor.copy_(data)
+            if not torch.equal(
+                data, _bytes(tensor, grid.device)
+            ):  # an equal tensor may be an expanded view: not written
+                tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
+def _bytes(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor's bytes: backends lack some dtypes. They share its memory if it lies there, contiguous."""
+    return tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
 
 
 class _Sharder:
@@ -147,7 +155,7 @@ class _Sharder:
 
     def __init__(self, module: nn.Module, axis: Axis) -> None:
         self.module, self.axis = module, axis
-        self.cut: dict[nn.Parameter, tuple[Layout, str]] = {}
+        self.cut = set[nn.Parameter]()
         self.done: dict[nn.Module, Any] = {}  # a module may hang in several places too
         self.groups: dict[tuple[str, str], Together] = {}
 
@@ -174,49 +182,38 @@ class _Sharder:
         setattr(self.module.get_submodule(parent), key, self.done[layer])
 
     def _replacement(self, name: str, layer: Any, style: Style) -> Any:
-        axis, embeds = self.axis, isinstance(layer, nn.Embedding)
+        axis, transposed = self.axis, _conv1d(layer)
         if isinstance(style, OnHeads):
             return OnShards(layer, axis)
+        if isinstance(style, OnAllHeads):
+            eps = next(value for key in _EPSILONS if (value := getattr(layer, key, None)) is not None)
+        length = layout_of(layer.weight).shape[1 if transposed else 0]  # whole, though a tied weight is cut already
+        for key, layout in _layouts(layer, style, axis).items():
+            self._cut(getattr(layer, key), layout)
+        weight, bias = layer.weight, getattr(layer, "bias", None)
         if isinstance(style, OnEachHead):
-            self._cut(layer.weight, f"{name}.weight", shard_dim=0)
             return layer
         if isinstance(style, OnAllHeads):
-            self._cut(layer.weight, f"{name}.weight", shard_dim=0, unit=style.head_dim)
-            eps = next(value for key in _EPSILONS if (value := getattr(layer, key, None)) is not None)
-            return ShardedRMSNorm(layer.weight, style.heads * style.head_dim, eps, axis)
+            return ShardedRMSNorm(weight, style.heads * style.head_dim, eps, axis)
         if isinstance(style, Vocab):
-            self._cut(layer.weight, f"{name}.weight", shard_dim=0)
-            return VocabSharded(layer.weight, axis, layer.num_embeddings, layer.padding_idx, scale=style.scale)
-        if embeds:
-            self._cut(layer.weight, f"{name}.weight", shard_dim=1)
-            return EmbeddingSharded(layer.weight, axis)
+            return VocabSharded(weight, axis, layer.num_embeddings, layer.padding_idx, scale=style.scale)
+        if isinstance(layer, nn.Embedding):
+            return EmbeddingSharded(weight, axis, layer.padding_idx)
         if isinstance(style, FusedHeads):
             if style.kv_heads == 1 and style.heads > 1:
-                return FusedWhole(
-                    layer.weight, layer.bias, axis, split(style.heads, axis.size, axis.rank), style.head_dim
-                )
+                return FusedWhole(weight, bias, axis, split(style.heads, axis.size, axis.rank), style.head_dim)
             style = _fused(style)
-        transposed = _conv1d(layer)
-        outputs = 1 if transposed else 0
-        bias = getattr(layer, "bias", None)
         if isinstance(style, KeyValue) and style.kv_heads % axis.size:
             used, repeat, groups = _queries(style, axis)
             self._tell(name, num_key_value_groups=groups, num_key_value_heads=len(repeat or range(*used)))
-            return KeyValueWhole(layer.weight, bias, axis, transposed, used, style.head_dim, repeat)
+            return KeyValueWhole(weight, bias, axis, transposed, used, style.head_dim, repeat)
         if isinstance(style, Row):
-            self._cut(layer.weight, f"{name}.weight", shard_dim=1 - outputs, unit=style.unit)
-            return RowSharded(layer.weight, bias, axis, transposed)
+            return RowSharded(weight, bias, axis, transposed)
         assert not isinstance(style, Local)
         if isinstance(style, KeyValue):
             self._tell(name, num_key_value_heads=style.kv_heads // axis.size)
-        column = style if isinstance(style, Column) else Column(unit=style.head_dim)
-        length = layout_of(layer.weight).shape[outputs]  # whole, though a tied weight is cut already
-        parts = _parts(column, length)
-        self._cut(layer.weight, f"{name}.weight", shard_dim=outputs, parts=parts, unit=column.unit)
-        if bias is not None:
-            self._cut(bias, f"{name}.bias", shard_dim=0, parts=parts, unit=column.unit)
-        gathered = length if column.gather_output else None
-        return ColumnSharded(layer.weight, bias, axis, transposed, gathered, column.unit)
+        column = _column(style)
+        return ColumnSharded(weight, bias, axis, transposed, length if column.gather_output else None, column.unit)
 
     def _tell(self, name: str, **numbers: int) -> None:
         """Set the numbers of this rank's heads that the module of a projection has as attributes."""
@@ -225,18 +222,44 @@ class _Sharder:
             if hasattr(attention, key):
                 setattr(attention, key, number)
 
-    def _cut(
-        self, parameter: nn.Parameter, name: str, shard_dim: int, parts: tuple[int, ...] | None = None, unit: int = 1
-    ) -> None:
+    def _cut(self, parameter: nn.Parameter, layout: Layout) -> None:
         """Shard a parameter in place: only this rank's slice of it remains."""
-        layout = Layout(layout_of(parameter).shape, shard_dim=shard_dim, parts=parts, unit=unit)
-        before, other = self.cut.setdefault(parameter, (layout, name))
-        if other == name:
+        if layout.sharded and parameter not in self.cut:
+            self.cut.add(parameter)
             parameter.data = layout.shard(parameter.detach(), self.axis.rank, self.axis.size).clone()
             parameter.grad = None
             set_layout(parameter, layout)
-        elif before != layout:
-            raise ValueError(f"{name} and {other} are tied, but the plan shards them differently. Give both one style.")
+
+
+def _layouts(layer: Any, style: Style | None, axis: Axis) -> dict[str, Layout]:
+    """Return the layouts that a layer's weight and bias get; without a style they stay whole."""
+    tensors = {key: tensor for key in ("weight", "bias") if (tensor := getattr(layer, key, None)) is not None}
+    whole = {key: Layout(layout_of(tensor).shape) for key, tensor in tensors.items()}
+    if isinstance(style, FusedHeads) and not (style.kv_heads == 1 and style.heads > 1):
+        style = _fused(style)
+    if style is None or isinstance(style, (Local, OnHeads, FusedHeads)):
+        return whole
+    if isinstance(style, KeyValue) and style.kv_heads % axis.size:
+        return whole
+    outputs = 1 if _conv1d(layer) else 0
+    weight = whole["weight"]
+    if isinstance(style, (Vocab, OnEachHead)):
+        return whole | {"weight": replace(weight, shard_dim=0)}
+    if isinstance(style, OnAllHeads):
+        return whole | {"weight": replace(weight, shard_dim=0, unit=style.head_dim)}
+    if isinstance(layer, nn.Embedding):
+        return whole | {"weight": replace(weight, shard_dim=1)}
+    if isinstance(style, Row):
+        return whole | {"weight": replace(weight, shard_dim=1 - outputs, unit=style.unit)}
+    column = _column(style)
+    parts = _parts(column, weight.shape[outputs])
+    dims = {"weight": outputs, "bias": 0}
+    return {key: replace(each, shard_dim=dims[key], parts=parts, unit=column.unit) for key, each in whole.items()}
+
+
+def _column(style: Column | KeyValue) -> Column:
+    """Return the style of a projection whose outputs are sharded."""
+    return style if isinstance(style, Column) else Column(unit=style.head_dim)
 
 
 def _parent(name: str) -> str:
@@ -340,13 +363,9 @@ def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
                 f"OnEachHead needs a weight ({style.heads}, ...) and no bias. Change the plan."
             )
         return
-    wanted, fits = "an nn.Linear or a Conv1D", isinstance(layer, nn.Linear) or _conv1d(layer)
-    if isinstance(style, Vocab):
-        wanted, fits = "an nn.Embedding", isinstance(layer, nn.Embedding)
-    elif isinstance(style, Column) and isinstance(layer, nn.Embedding):
-        check_units(f"{name}: embedding_dim", layer.embedding_dim, 1, axis.size)
-        return
-    if not fits:
+    embeds = isinstance(layer, nn.Embedding) and isinstance(style, (Vocab, Column))
+    wanted = "an nn.Embedding" if isinstance(style, Vocab) else "an nn.Linear or a Conv1D"
+    if not (embeds or (not isinstance(style, Vocab) and (isinstance(layer, nn.Linear) or _conv1d(layer)))):
         if hasattr(layer, "base_layer"):
             raise TypeError(
                 f"{name} is a layer of PEFT around another one. Leave the plan out, if the model is of a family that "
@@ -359,12 +378,15 @@ def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
         )
     if layout_of(layer.weight).sharded:
         raise ValueError(f"{name} is already sharded. Call parallelize only once for a module.")
-    if isinstance(style, Vocab):
+    if embeds:
         odd = [option for option in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(layer, option)]
         if odd:
             option = f"{odd[0]}={getattr(layer, odd[0])}"
             raise ValueError(f"{name} has {option}, which a sharded embedding lacks. Leave {name} out of the plan.")
-        check_units(f"{name}: num_embeddings", layer.num_embeddings, 1, axis.size)
+        if isinstance(style, Column) and style != Column():
+            raise ValueError(f"{name} is an embedding, which is sharded by 'column' or 'vocab', not by {style}.")
+        key = "num_embeddings" if isinstance(style, Vocab) else "embedding_dim"
+        check_units(f"{name}: {key}", getattr(layer, key), 1, axis.size)
         return
     if isinstance(style, FusedHeads):
         if layer.weight.shape[0] != (style.heads + 2 * style.kv_heads) * style.head_dim:
@@ -396,18 +418,23 @@ def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
             check_units(f"{name}: the number of outputs", length, style.unit, axis.size)
 
 
-def _check_ties(module: nn.Module, work: Mapping[str, Style]) -> None:
-    """Raise ValueError for a tied weight that one layer would use sharded and another layer whole."""
-    sharded: dict[nn.Parameter, str] = {}
+def _check_ties(module: nn.Module, work: Mapping[str, Style], axis: Axis) -> None:
+    """Raise ValueError for a tied parameter to which two layers would give different layouts."""
+    seen: dict[nn.Parameter, tuple[str, str, Layout]] = {}
     named = [(name, layer) for name, layer in module.named_modules(remove_duplicate=False) if _known(layer)]
-    for name, layer in named:
-        if isinstance(work.get(name), (Column, Row, Vocab)):
-            sharded[layer.weight] = name
-    for name, layer in named:
-        if layer.weight in sharded and name not in work:
+    for name, layer in sorted(named, key=lambda pair: pair[0] not in work):  # those of the plan first
+        for key, layout in _layouts(layer, work.get(name), axis).items():
+            other, other_key, before = seen.setdefault(getattr(layer, key), (name, key, layout))
+            if before == layout:
+                continue
+            if name not in work:
+                raise ValueError(
+                    f"{name} shares its {key} with {other}, which the plan shards. Add {name} to the plan too, with "
+                    "the style 'column_gather' if it is an output layer."
+                )
             raise ValueError(
-                f"{name} shares its weight with {sharded[layer.weight]}, which the plan shards. Add {name} to the plan "
-                "too, with the style 'column_gather' if it is an output layer."
+                f"{name}.{key} and {other}.{other_key} are tied, but the plan shards them differently. Give both one "
+                "style."
             )
 
 
@@ -476,5 +503,5 @@ def _known(layer: nn.Module) -> bool:
 def _conv1d(layer: nn.Module) -> bool:
     """True for Hugging Face's ``Conv1D``: a linear layer of nf outputs that keeps its weight as (nx, nf)."""
     sizes = getattr(layer, "nx", None), getattr(layer, "nf", None)
-    weight = getattr(layer, "weight", None)
-    return type(layer).__name__ == "Conv1D" and isinstance(weight, nn.Parameter) and tuple(weight.shape) == sizes
+    weight = getattr(layer, "weight", None)  # a tied one may be cut already
+    return type(layer).__name__ == "Conv1D" and isinstance(weight, nn.Parameter) and layout_of(weight).shape == sizes

@@ -23,7 +23,8 @@ class Column:
         unit: number of consecutive outputs that stay on one rank; for attention heads, the head's width.
         gather_output: return all outputs on every rank.
         group: name of a group of sibling layers that always get the same input. The outputs of the whole group are
-            computed when its first layer is called, so that the input's gradient is reduced once.
+            computed when its first layer is called, so that the input's gradient is reduced once. They have one graph:
+            add up losses of different layers before ``backward``, or give ``retain_graph=True``.
     """
 
     parts: tuple[int, ...] | int | None = None

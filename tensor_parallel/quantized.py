@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.torch_private import cast_operator, make_wrapper, no_function
+from ..base.torch_private import cast_operator, make_wrapper, no_function, tree_leaves, tree_map
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout, layout_of, set_layout
 from . import nf4
@@ -62,13 +62,7 @@ class QuantizedNumbers(nn.Module):
         block = nf4.block_size(form, inputs)
         row = layout.shard_dim == 1
         whole_groups = -(-inputs // block)
-        code_layout = layout if form == "int8" else _divided(layout, 2, axis.size)
-        if code_layout is None or (form != "int8" and self.shape[1] % 2):
-            raise ValueError(
-                f"{layout.name or 'a weight'} of {layout.shape} has an odd number of inputs on a rank of tensor="
-                f"{axis.size}, and {form} has two inputs in a byte: use a tensor axis for which it is even, or int8"
-            )
-        self.code_layout = code_layout
+        self.code_layout = code_layout(form, layout, axis)
         aligned = _divided(layout, block, axis.size) if row else replace(layout, shape=(outputs, whole_groups))
         self.scale_layout = Layout((outputs, whole_groups)) if aligned is None else aligned
         places = _places(layout, axis) // block  # of each input: its block in the whole weight
@@ -176,15 +170,22 @@ class ComputedWeight(Tensor):
                 return cls(first.numbers, first.dtype, first.device, not first.flipped)
             if func is cast_operator and set(kwargs) <= {"dtype", "non_blocking"}:
                 return cls(first.numbers, kwargs.get("dtype") or first.dtype, first.device, first.flipped)
-            if func._schema.is_mutable:
-                raise RuntimeError(
-                    f"{layout_of(first).name or 'a weight'} is kept in {first.numbers.form}, and {func} would write to "
-                    "it: change the model before its base is quantized (the option lora.base)"
-                )
-        others = [value for value in args if isinstance(value, Tensor) and not isinstance(value, ComputedWeight)]
+        if func._schema.is_mutable:
+            for value in tree_leaves((args[:1], kwargs.get("out"))):
+                if isinstance(value, ComputedWeight):
+                    raise RuntimeError(
+                        f"{layout_of(value).name or 'a weight'} is kept in {value.numbers.form}, and {func} would "
+                        "write to it: change the model before its base is quantized (the option lora.base)"
+                    )
+        values = (*args, *kwargs.values())
+        others = [value for value in values if isinstance(value, Tensor) and not isinstance(value, ComputedWeight)]
         dtype = others[0].dtype if others and others[0].is_floating_point() else None
-        dense = [value.dense(dtype) if isinstance(value, ComputedWeight) else value for value in args]
-        return func(*dense, **kwargs)
+
+        def dense(value: Any) -> Any:
+            return value.dense(dtype) if isinstance(value, ComputedWeight) else value
+
+        args, kwargs = tree_map(dense, (args, kwargs))
+        return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Text that ``print`` shows."""
@@ -208,17 +209,40 @@ def quantize_layer(layer: Any, name: str, form: str, axis: Axis, transposed: boo
         transposed: the layer's weight is (inputs, outputs).
     """
     weight = layer._parameters["weight"]
-    layout, own = layout_of(weight), weight.detach()
-    if transposed:
-        dim = None if layout.shard_dim is None else 1 - layout.shard_dim
-        layout, own = replace(layout, shape=layout.shape[::-1], shard_dim=dim), own.t()
-    numbers = QuantizedNumbers(form, replace(layout, name=f"{name}.weight", tie=None), axis, own)
+    own = weight.detach().t() if transposed else weight.detach()
+    numbers = QuantizedNumbers(form, matrix_layout(weight, name, transposed), axis, own)
     weight_layout = layout_of(weight)
     del layer._parameters["weight"]
     layer.add_module("quantized", numbers)
     seen: Any = ComputedWeight(numbers, weight.dtype, weight.device, transposed)
     set_layout(seen, weight_layout)
     layer.__dict__["weight"] = seen
+
+
+def matrix_layout(weight: Tensor, name: str, transposed: bool) -> Layout:
+    """Return the layout of a layer's weight as a matrix (outputs, inputs); arguments as for ``quantize_layer``."""
+    layout = replace(layout_of(weight), name=f"{name}.weight", tie=None)
+    if not transposed:
+        return layout
+    dim = None if layout.shard_dim is None else 1 - layout.shard_dim
+    return replace(layout, shape=layout.shape[::-1], shard_dim=dim)
+
+
+def code_layout(form: str, layout: Layout, axis: Axis) -> Layout:
+    """Return the layout of the codes of a weight (outputs, inputs).
+
+    Raises:
+        ValueError: a rank's part begins or ends within a byte.
+    """
+    if form == "int8":
+        return layout
+    divided = _divided(layout, 2, axis.size)
+    if divided is None or layout.local_shape(axis.rank, axis.size)[1] % 2:
+        raise ValueError(
+            f"{layout.name or 'a weight'} of {layout.shape} has an odd number of inputs on a rank of tensor="
+            f"{axis.size}, and {form} has two inputs in a byte: use a tensor axis for which it is even, or int8"
+        )
+    return divided
 
 
 def _divided(layout: Layout, by: int, size: int) -> Layout | None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..base.autograd import product_dtype
 from ..grid.comm.axis import Axis
 from ..grid.comm.regions import all_reduce_copy, copy_all_reduce, gather_split
 from .adaptable import Adaptable
@@ -71,7 +72,7 @@ class Together:
     """Group of layers that are called one after the other with the same input, such as queries, keys and values.
 
     When the first layer is called, the outputs of all layers of the group are computed, so that the input's gradient is
-    reduced once for the whole group.
+    reduced once for the whole group. An input without a gradient is multiplied by the weight of one layer at a time.
 
     Args:
         axis: the axis that shards the layers.
@@ -80,26 +81,32 @@ class Together:
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.members: list[_Linear] = []
-        # For each layer not yet called: the input, True if gradients are recorded, and the output.
-        self._ready: dict[nn.Module, tuple[Tensor, bool, Tensor]] = {}
+        # For each layer not yet called: the input, what ``_state`` was, and the output.
+        self._ready: dict[nn.Module, tuple[Tensor, tuple[Any, ...], Tensor]] = {}
 
     def replace(self, layer: _Linear, new: _Linear) -> None:
         """Put another layer in the place of a member."""
         self.members[self.members.index(layer)] = new
 
-    def __call__(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def __call__(self, layer: _Linear, x: Tensor) -> Tensor:
         """Return one layer's output (..., n) for the input x (..., K).
 
         The first call with an input computes the outputs of the whole group and keeps those of the other layers for
         their calls.
         """
-        differentiable = torch.is_grad_enabled()
-        ready = self._ready.pop(layer, None)
-        if ready is not None and ready[0] is x and ready[1] == differentiable:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return column_linears(x, [layer.used()], self.axis)[0]
+        state, ready = self._state(x), self._ready.pop(layer, None)
+        if ready is not None and ready[0] is x and ready[1] == state:
             return ready[2]
         outputs = column_linears(x, [member.used() for member in self.members], self.axis)
-        self._ready = {member: (x, differentiable, y) for member, y in zip(self.members, outputs, strict=True)}
+        self._ready = {member: (x, state, y) for member, y in zip(self.members, outputs, strict=True)}
         return self._ready.pop(layer)[2]
+
+    def _state(self, x: Tensor) -> tuple[Any, ...]:
+        """Return what tells if outputs that were kept for the input x are still right."""
+        parameters = [p for member in self.members for p in member._parameters.values() if p is not None]
+        return product_dtype(x), x._version, *((id(p), p._version) for p in parameters)
 
 
 class ColumnSharded(_Linear):
@@ -222,15 +229,18 @@ class FusedWhole(_Linear):
 
 
 class EmbeddingSharded(ReadOutside):
-    """Embedding whose columns are sharded, made from this rank's: integers (...) -> (..., D_local)."""
+    """Embedding whose columns are sharded, made from this rank's: integers (...) -> (..., D_local).
 
-    def __init__(self, weight: nn.Parameter, axis: Axis) -> None:
+    The row ``padding_idx`` gets no gradient, as in ``nn.Embedding``.
+    """
+
+    def __init__(self, weight: nn.Parameter, axis: Axis, padding_idx: int | None = None) -> None:
         super().__init__()
-        self.weight, self.axis = weight, axis
+        self.weight, self.axis, self.padding_idx = weight, axis, padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up this rank's part of the vectors."""
-        return F.embedding(ids, self._shard)
+        return F.embedding(ids, self._shard, self.padding_idx)
 
 
 class ShardedRMSNorm(nn.Module):

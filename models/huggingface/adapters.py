@@ -29,7 +29,7 @@ from ...context.dropout import dropout
 from ...grid import Grid, layout_of
 from ...grid.agreement.agreement import agreed, begin_call
 from ...options.lora import Lora
-from ...tensor_parallel.lora import LoraOptions, add_adapters
+from ...tensor_parallel.lora import LoraOptions, add_adapters, plan_adapters
 from ...tensor_parallel.lora_adapter import DEFAULT
 from .merge_adapters import is_factor, layer_of, set_of_factor
 from .names import Names
@@ -257,12 +257,14 @@ def load_lora(
                 f"{'none' if own is None else _kind(own)}. Make the engine with "
                 "config={'lora': triax.lora_config(path), ...}."
             )
-    if name not in known:
-        add_adapters(module, options, layers, grid, dropout, name)
     held = {key: parameter for key, parameter in named(module).items() if is_factor(key) and set_of_factor(key) == name}
-    theirs = {key: _peft_name(*layer_of(key, layers)) for key in held}
+    shapes = {key: layout_of(parameter).shape for key, parameter in held.items()}
+    if name not in known:
+        for change in plan_adapters(module, options, layers, grid, name):
+            shapes |= change.factor_shapes(name, options.dora)
+    theirs = {key: _peft_name(*layer_of(key, layers)) for key in shapes}
     everywhere = set[str]().union(*grid.pipe.all_gather_json(sorted(theirs.values())))
-    with agreed(grid, None), open_weights(folder / _WEIGHTS) as file, torch.no_grad():
+    with agreed(grid, None), open_weights(folder / _WEIGHTS) as file:  # before the model gets adapters
         stored = set(file.keys())
         missing, unused = sorted(set(theirs.values()) - stored), sorted(stored - everywhere)
         if missing or unused:
@@ -270,6 +272,16 @@ def load_lora(
                 f"{folder / _WEIGHTS} {'lacks' if missing else 'also has'} {', '.join((missing or unused)[:4])}. Give "
                 "the engine the targets of the adapter, config={'lora': triax.lora_config(path), ...}."
             )
+        for key, shape in shapes.items():
+            if (found := tuple(file.get_slice(theirs[key]).get_shape())) != shape:
+                raise ValueError(
+                    f"{folder / _WEIGHTS}: {theirs[key]} has the shape {found}, but the model's is {shape}. Give an "
+                    "adapter of this model."
+                )
+    if name not in known:
+        add_adapters(module, options, layers, grid, dropout, name)
+        held = {key: parameter for key, parameter in named(module).items() if key in shapes}
+    with agreed(grid, None), open_weights(folder / _WEIGHTS) as file, torch.no_grad():
         for key, parameter in held.items():
             layout = layout_of(parameter)
             value = layout.shard(file.get_tensor(theirs[key]), grid.tensor.rank, grid.tensor.size)

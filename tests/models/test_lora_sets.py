@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 import triax
 from triax.grid import Grid
@@ -186,3 +186,76 @@ def test_what_sets_cannot_do_is_refused(ranks: Callable[..., list[Any]], tmp_pat
     assert "triax.save_hf(engine, path, merge_lora=True)" in merge
     assert "'dora' use DoRA, whose update cannot be added" in both
     assert "give base only with the first adapters" in late and "no name of adapters" in name
+
+
+class Pair(nn.Module):
+    """Two linear layers, of which only the first can be kept in 4 bits, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.norm = nn.Linear(64, 7), nn.Linear(7, 4), nn.LayerNorm(4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.down(self.up(x)))
+        return y
+
+
+FAILED: dict[str, Callable[[Any, Path], None]] = {
+    "no such layer": lambda model, _: triax.add_lora(model, {"rank": 3, "targets": ["up", "dwon"]}),
+    "not linear": lambda model, _: triax.add_lora(model, {"rank": 3, "targets": ["up", "norm"]}),
+    "no such layer over 8 bits": lambda model, _: triax.add_lora(model, {"targets": ["dwon"], "base": "int8"}),
+    "odd inputs": lambda model, _: triax.add_lora(model, {"targets": ["up"], "base": "nf4"}),
+    "an adapter with more names": lambda model, folder: triax.load_lora(folder, model, grid=Grid()),
+}
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    """The weights after two steps of what is trained."""
+    triax.add_lora(model, {"rank": 2, "targets": ["down"]})
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        model(torch.ones(3, 64, dtype=torch.float64)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*model.parameters()]
+
+
+@pytest.mark.parametrize("failed", FAILED)
+def test_adapters_that_were_refused_leave_nothing(tmp_path: Path, failed: str) -> None:
+    """The model is as it was, and the next call is as the first on a new model."""
+    adapter = Pair()
+    triax.add_lora(adapter, {"rank": 2, "targets": ["up"]})
+    triax.save_lora(adapter, tmp_path, grid=Grid())
+    file = tmp_path / "adapter_model.safetensors"
+    factors_of_file = load_file(file)
+    save_file({**factors_of_file, "base_model.model.gone.lora_A.weight": torch.ones(2, 3)}, file)
+    model = Pair()
+    with pytest.raises(ValueError):
+        FAILED[failed](model, tmp_path)
+    assert [*model.state_dict()] == [*Pair().state_dict()] and all(p.requires_grad for p in model.parameters())
+    for mine, wanted in zip(trained(model), trained(Pair()), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-10)
+
+
+def test_two_sets_have_the_same_targets(tmp_path: Path) -> None:
+    """Three sets on one layer, one of them loaded, train as the sum of their products in plain PyTorch."""
+    model, plain, grid = Pair(), Pair(), Grid()
+    triax.add_lora(model, {"rank": 2, "alpha": 4, "targets": ["up"]})
+    triax.save_lora(model, tmp_path, grid=grid)
+    triax.add_lora(model, {"rank": 3, "alpha": 6, "targets": ["up"]}, name="second")
+    triax.load_lora(tmp_path, model, grid=grid, name="third")
+    triax.use_lora(model, ("default", "second", "third"))
+    own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in own.items():
+        if name.endswith(".B"):
+            nn.init.normal_(parameter)
+    copied = {name: p.detach().clone().requires_grad_() for name, p in own.items()}
+    products = [b @ a for a, b in zip([*copied.values()][::2], [*copied.values()][1::2], strict=True)]
+    weight = plain.up.weight.detach() + 2 * (products[0] + products[1] + products[2])
+    x = torch.linspace(-1, 1, 128, dtype=torch.float64).view(2, 64)
+    model(x).square().sum().backward()
+    torch.func.functional_call(plain, {"up.weight": weight}, x).square().sum().backward()
+    for name, parameter in own.items():
+        torch.testing.assert_close(parameter.grad, copied[name].grad, rtol=0, atol=1e-10, msg=name)

@@ -117,3 +117,28 @@ def test_a_weight_is_computed_where_it_is_read() -> None:
     assert {type(each).__name__ for each in saved if each.numel() == dense.numel()} == {"ComputedWeight"}
     with pytest.raises(RuntimeError, match="is kept in nf4"):
         layer.weight.zero_()
+
+
+READS: dict[str, Any] = {
+    "cat": lambda weight, x: torch.cat([weight, x.new_ones(2, 128)]),
+    "cat of two dtypes": lambda weight, x: torch.cat([weight, x.float()]),
+    "stack": lambda weight, x: torch.stack([weight, weight]),
+    "keywords": lambda weight, x: torch.nn.functional.linear(input=x, weight=weight),
+    "block_diag": lambda weight, x: torch.block_diag(weight, x),
+    "foreach": lambda weight, x: torch.stack(torch._foreach_norm([weight])),
+    "add a product": lambda weight, x: torch.addmm(input=x.new_ones(3, 64), mat1=x, mat2=weight.t()),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_weight_is_computed_within_lists_and_keywords(read: str) -> None:
+    """And a write to it is refused there, which would change a copy."""
+    from triax.tensor_parallel.quantized import quantize_layer
+
+    layer = torch.nn.Linear(128, 64, dtype=torch.float64)
+    quantize_layer(layer, "layer", "nf4", Grid().tensor, False)
+    dense, x = layer.quantized.dense().double(), torch.linspace(-1, 1, 384, dtype=torch.float64).view(3, 128)  # type: ignore[operator, union-attr]
+    torch.testing.assert_close(READS[read](layer.weight, x), READS[read](dense, x), rtol=0, atol=1e-10)
+    for write in (lambda: torch._foreach_mul_([layer.weight], 2.0), lambda: torch.add(dense, 1, out=layer.weight)):
+        with pytest.raises(RuntimeError, match="is kept in nf4"):
+            write()

@@ -208,6 +208,109 @@ def test_parallelized_models_train_over_replicas(ranks: Any, family: str, stage:
         assert max(errors) < 1e-6  # Adam divides by the gradient's size: elements near 0 are where rounding shows
 
 
+class Narrow(nn.Module):
+    """An embedding whose columns can be sharded, and a layer that takes them as inputs."""
+
+    def __init__(self, tied: bool = False, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words, self.down = nn.Embedding(5, 6, **options), nn.Linear(6, 5)
+        if tied:
+            self.down.weight = self.words.weight
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.down(self.words(ids))
+        return y
+
+
+def columns_of_an_embedding(tied: bool, options: dict[str, Any]) -> float:
+    grid, whole = Grid(tensor=2), Narrow(tied, **options)
+    model = parallelize(Narrow(tied, **options), grid, {"words": "column", "down": "row"})
+    for each in (whole, model):
+        each(torch.tensor([[0, 1, 0, 2, 2, 4]])).square().sum().backward()
+    whole_gradients = [parameter.grad for parameter in whole.parameters()]
+    shares = [
+        (parameter.grad, layout_of(parameter).shard(gradient, grid.tensor.rank, 2))
+        for parameter, gradient in zip(model.parameters(), whole_gradients, strict=True)
+        if gradient is not None
+    ]
+    return max(worst(gradient, share) for gradient, share in shares if gradient is not None)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 0}, {"padding_idx": -1}], ids=str)
+def test_columns_of_an_embedding_train_as_the_whole(ranks: Any, tied: bool, options: dict[str, Any]) -> None:
+    assert max(ranks(2, columns_of_an_embedding, tied, options)) < 1e-10
+
+
+class Siblings(nn.Module):
+    """Two layers with a common input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.q, self.k = nn.Linear(4, 6), nn.Linear(4, 6)
+
+
+def _scale(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.mul_(3)
+
+
+def _replace(layer: Any) -> None:
+    layer.bias = nn.Parameter(layer.bias.detach() + 1)
+
+
+CHANGES: dict[str, Any] = {
+    "nothing": lambda model, x: None,
+    "weight": lambda model, x: _scale(model.k.weight),
+    "bias": lambda model, x: _scale(model.k.bias),
+    "another bias": lambda model, x: _replace(model.k),
+    "input": lambda model, x: _scale(x),
+}
+MODES: dict[str, Any] = {
+    "gradients": torch.enable_grad,
+    "no gradients": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+
+def between_calls(model: Any, change: str, mode: str) -> list[Tensor]:
+    """The output of a layer after its sibling's call with the same input and a change, and the gradients."""
+    start = torch.arange(8.0, dtype=torch.float64).view(2, 4)
+    with MODES[mode]():
+        start.requires_grad_(mode == "gradients")
+        x = start + 1
+        model.q(x)
+        CHANGES[change](model, x)
+        y = model.k(x)
+    if mode == "gradients":
+        y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in (start, model.k.weight, model.k.bias) if p.grad is not None)]
+
+
+def siblings() -> None:
+    """Compare each change with one process; under autocast, dtypes."""
+    grid = Grid(tensor=2)
+    plan, rank = {"q": Column(group="g"), "k": Column(group="g")}, grid.tensor.rank
+    for change in CHANGES:
+        for mode in MODES:
+            mine = between_calls(parallelize(Siblings().double(), grid, plan), change, mode)
+            wanted = between_calls(Siblings().double(), change, mode)
+            y, *gradients = wanted
+            wanted = [y.chunk(2, 1)[rank], *gradients[:1], *(g.chunk(2)[rank] for g in gradients[1:])]
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-10, msg=f"{change}, {mode}")
+    model, x = parallelize(Siblings(), grid, plan), torch.ones(2, 4, requires_grad=True)
+    model.q(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.k(x).dtype == torch.bfloat16
+
+
+def test_no_change_between_calls_of_a_group_is_missed(ranks: Any) -> None:
+    ranks(2, siblings)
+
+
 def one_step_of_the_engine(sizes: tuple[int, int, int]) -> dict[str, float]:
     """The whole model as a list of one layer."""
     grid = Grid(*sizes)
@@ -233,6 +336,31 @@ def one_step_of_the_engine(sizes: tuple[int, int, int]) -> dict[str, float]:
 def test_parallelized_models_train_under_the_engine(ranks: Any) -> None:
     for found in ranks(4, one_step_of_the_engine, (1, 2, 2), timeout=60):
         assert max(found.values()) < 1e-9
+
+
+ODD: list[dict[str, Any]] = [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
+
+
+BUFFERS = (torch.bool, torch.int16, torch.uint16, torch.float16, torch.complex64, torch.float8_e4m3fn)
+
+
+def first_ranks_buffers() -> list[Tensor]:
+    """Buffers of a module whose values were others on each rank; and one without elements, and one without dims."""
+    grid, model = Grid(tensor=2), Narrow()
+    for number, dtype in enumerate(BUFFERS):
+        model.register_buffer(f"buffer{number}", torch.tensor([[grid.tensor.rank + 1.0, 0.0]]).to(dtype))
+    model.register_buffer("none", torch.empty(0))
+    model.register_buffer("number", torch.tensor(grid.tensor.rank, dtype=torch.int16))
+    return [*parallelize(model, grid, {"words": "column", "down": "row"}).buffers()]
+
+
+def test_buffers_of_each_dtype_are_the_first_ranks(ranks: Any) -> None:
+    first, second = ranks(2, first_ranks_buffers)
+    assert [buffer.dtype for buffer in first] == [*BUFFERS, torch.float32, torch.int16]
+    for mine, other, dtype in zip(first, second, BUFFERS, strict=False):
+        wanted = torch.tensor([[1.0, 0.0]]).to(dtype)
+        assert all(torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)) for found in (mine, other))
+    assert first[-1] == second[-1] == 0
 
 
 def messages(size: int) -> list[str]:
@@ -267,8 +395,26 @@ def messages(size: int) -> list[str]:
         said(encoder, {"*linear1": "column"}),
         said(nn.Linear(4, 4), {"*": "column"}),
         said(few_heads, None),
+        *(said(Narrow(**odd), {"words": "column", "down": "row"}) for odd in ODD),
+        said(Narrow(), {"words": "column_gather"}),
+        *(_said_then_right(Narrow(tied=True), wrong, grid) for wrong in WRONG_TIES),
         _said_twice(again, grid),
     ]
+
+
+WRONG_TIES: list[dict[str, Any]] = [
+    {"words": "column", "down": "column_gather"},
+    {"words": "vocab", "down": "row"},
+    {"words": "vocab", "down": Column(unit=5)},
+    {"down": "row"},
+]
+
+
+def _said_then_right(model: nn.Module, plan: dict[str, Any], grid: Grid) -> str:
+    """The message for a wrong plan, after which the right plan is taken."""
+    message = error_text(lambda: parallelize(model, grid, plan), ValueError)
+    parallelize(model, grid, {"words": "vocab", "down": "column_gather"})
+    return f"ValueError: {message}"
 
 
 def _said_twice(model: nn.Module, grid: Grid) -> str:
@@ -291,6 +437,14 @@ EXPECTED = [
     "TypeError: 0.linear1 is part of a TransformerEncoderLayer, which uses the weights without calling",
     "TypeError: the plan's pattern matches the whole Linear. Put it into an nn.Sequential.",
     "ValueError: model.layers.0.self_attn.q_proj: the number of outputs is 24, which is 2 units of 12",
+    "ValueError: words has max_norm=1.0, which a sharded embedding lacks. Leave words out of the plan.",
+    "ValueError: words has scale_grad_by_freq=True, which a sharded embedding lacks.",
+    "ValueError: words has sparse=True, which a sharded embedding lacks.",
+    "ValueError: words is an embedding, which is sharded by 'column' or 'vocab', not by Column(",
+    "ValueError: down.weight and words.weight are tied, but the plan shards them differently. Give both one style.",
+    "ValueError: down.weight and words.weight are tied, but the plan shards them differently.",
+    "ValueError: down: the number of outputs is 5, which is 1 units of 5, but tensor=3",
+    "ValueError: words shares its weight with down, which the plan shards. Add words to the plan too",
     "TypeError: up is a ColumnSharded, but the style Column needs an nn.Linear or a Conv1D",
 ]
 
