@@ -20,7 +20,7 @@ from ...zero.modules.module_optimizer import ZeroModuleOptimizer
 from ...zero.optimizer_entries import load_in_place
 from .context import ProcessSet, context, require_global
 from .negotiation import CollectiveRequest
-from .reductions import bool_to_uint8, describe, require_rank, require_tensor
+from .reductions import describe, require_rank, require_tensor, to_message
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSet | None = None) -> None:
@@ -68,7 +68,7 @@ def _broadcast_all(request: str, named: list[tuple[str, Tensor]], root: int) -> 
     def work(axis: Axis) -> None:
         pending = []
         for _, tensor in named:
-            sent = bool_to_uint8(tensor.detach().contiguous())
+            sent = to_message(tensor)
             pending.append((axis.broadcast(sent, root, async_op=True), sent, tensor.detach()))
         for operation, sent, tensor in pending:
             operation.wait()
@@ -137,6 +137,22 @@ def broadcast_optimizer_state(
     if not is_root:
         with load_in_place(optimizer):
             optimizer.load_state_dict(state)
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if number in state["state"]:
+                optimizer.state[parameter].update(_as_sent(optimizer.state[parameter], state["state"][number]))
+
+
+def _as_sent(loaded: Any, sent: Any) -> Any:
+    """Return loaded state in the dtypes that were sent: torch's ``load_state_dict`` casts it to the parameter's."""
+    if isinstance(sent, Tensor):
+        return loaded if loaded.dtype == sent.dtype else sent.to(loaded.device)
+    if isinstance(sent, dict):
+        return {key: _as_sent(loaded[key], value) for key, value in sent.items()}
+    if isinstance(sent, list | tuple):
+        return type(sent)(_as_sent(*pair) for pair in zip(loaded, sent, strict=True))
+    return loaded
 
 
 def broadcast_object(

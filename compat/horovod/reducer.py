@@ -96,6 +96,7 @@ class AllreduceBucket:
         parts = flat.split([parameter.numel() for parameter in self.parameters])
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.grad = part.view(parameter.shape)
+            parameter.grad._of_bucket = True  # type: ignore[attr-defined]
         return flat
 
 
@@ -105,10 +106,14 @@ def _version(gradient: Tensor | None) -> int:
 
 
 def _flat_storage(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the flat tensor of which these are consecutive views, from its start; None if they are not."""
+    """Return the bucket's flat tensor of which these are consecutive views, from its start; None if they are not.
+
+    A gradient that autograd left may share its memory with other gradients, or have the lazy conjugate bit, which its
+    memory lacks.
+    """
     end = 0
     for gradient in gradients:
-        if gradient is None or not gradient.is_contiguous() or gradient.storage_offset() != end:
+        if not hasattr(gradient, "_of_bucket") or not gradient.is_contiguous() or gradient.storage_offset() != end:
             return None
         end += gradient.numel()
     first = gradients[0]
