@@ -95,8 +95,9 @@ class AllreduceBucket:
         )
         parts = flat.split([parameter.numel() for parameter in self.parameters])
         for parameter, part in zip(self.parameters, parts, strict=True):
-            parameter.grad = part.view(parameter.shape)
-            parameter.grad._of_bucket = True  # type: ignore[attr-defined]
+            gradient = part.view(parameter.shape)
+            gradient._of_bucket = True
+            parameter.grad = gradient
         return flat
 
 
@@ -113,7 +114,9 @@ def _flat_storage(gradients: Sequence[Tensor | None]) -> Tensor | None:
     """
     end = 0
     for gradient in gradients:
-        if not hasattr(gradient, "_of_bucket") or not gradient.is_contiguous() or gradient.storage_offset() != end:
+        if gradient is None or not hasattr(gradient, "_of_bucket"):
+            return None
+        if not gradient.is_contiguous() or gradient.storage_offset() != end:
             return None
         end += gradient.numel()
     first = gradients[0]

@@ -291,8 +291,9 @@ def test_gradients_that_are_written_by_hand(ranks: Any) -> None:
     assert ranks(2, by_hand) == [[-18.0] * 3] * 2  # 0.5 + 1.5 + ... + 5.5
 
 
-def views_and_conjugates(a: Tensor, b: Tensor, z: Tensor, rank: int) -> Tensor:
+def views_and_conjugates(parameters: list[nn.Parameter], rank: int) -> Tensor:
     """Loss after which autograd leaves one memory in two ``.grad``, and on rank 0 a lazy conjugate bit in another."""
+    a, b, z = parameters
     x = torch.tensor([1 + 2j, 3 - 1j], dtype=z.dtype) * (rank + 1)
     amplitude: Tensor = (((z.conj() if rank == 0 else z) * x).sum()).abs().square()
     return amplitude + (a.view(2, 2) + b.view(2, 2) - rank).square().sum()
@@ -314,7 +315,7 @@ def odd_gradients(capacity: int) -> list[Tensor]:
             horovod_optimizer._BUCKET_BYTES = 2**24
         for _ in range(2):
             optimizer.zero_grad()
-            views_and_conjugates(*parameters, hvd.rank()).backward()
+            views_and_conjugates(parameters, hvd.rank()).backward()
             optimizer.step()
         return [p.detach() for p in parameters]
 
@@ -324,7 +325,7 @@ def test_gradients_that_share_memory_or_are_conjugates(ranks: Any, capacity: int
     parameters = odd_parameters()
     optimizer = torch.optim.SGD(parameters, lr=0.01)
     for _ in range(2):
-        loss = views_and_conjugates(*parameters, 0) + views_and_conjugates(*parameters, 1)
+        loss = views_and_conjugates(parameters, 0) + views_and_conjugates(parameters, 1)
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             parameter.grad = gradient.resolve_conj().clone()
         optimizer.step()

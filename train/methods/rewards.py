@@ -17,6 +17,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -141,9 +142,12 @@ def _call(function: RewardFunction, name: str, given: Mapping[str, Any], count: 
     try:
         found = function(**given)
         if inspect.isawaitable(found):
-            found = asyncio.run(_result(found))
+            with ThreadPoolExecutor(1) as thread:  # this thread may run an event loop, as a notebook's does
+                found = thread.submit(asyncio.run, _result(found)).result()
     except Exception as error:
         raise RuntimeError(f"the reward function {name} raised {type(error).__name__}: {error}") from error
+    if hasattr(found, "tolist") and not isinstance(found, Tensor):
+        found = found.tolist()  # an array or a series
     if not isinstance(found, (Sequence, Tensor)) or len(found) != count:
         what = f"{len(found)} values" if isinstance(found, (Sequence, Tensor)) else f"a {type(found).__name__}"
         raise RuntimeError(f"the reward function {name} returned {what} for {count} answers: return a list of one each")
