@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...base.json_values import decode, encode
+from ...base.torch_private import tree_map
 from ...grid import Axis
 from ...zero.modules.module_optimizer import ZeroModuleOptimizer
 from ...zero.optimizer_entries import load_in_place
@@ -140,19 +141,13 @@ def broadcast_optimizer_state(
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
-            if number in state["state"]:
-                optimizer.state[parameter].update(_as_sent(optimizer.state[parameter], state["state"][number]))
+            if sent := state["state"].get(number):
+                optimizer.state[parameter].update(tree_map(_as_sent, optimizer.state[parameter], sent))
 
 
 def _as_sent(loaded: Any, sent: Any) -> Any:
-    """Return loaded state in the dtypes that were sent: torch's ``load_state_dict`` casts it to the parameter's."""
-    if isinstance(sent, Tensor):
-        return loaded if loaded.dtype == sent.dtype else sent.to(loaded.device)
-    if isinstance(sent, dict):
-        return {key: _as_sent(loaded[key], value) for key, value in sent.items()}
-    if isinstance(sent, list | tuple):
-        return type(sent)(_as_sent(*pair) for pair in zip(loaded, sent, strict=True))
-    return loaded
+    """Return loaded state in the dtype that was sent: torch's ``load_state_dict`` casts it to the parameter's."""
+    return sent.to(loaded.device) if isinstance(sent, Tensor) and sent.dtype != loaded.dtype else loaded
 
 
 def broadcast_object(

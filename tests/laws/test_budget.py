@@ -24,7 +24,7 @@ BUDGET = {
     "engine": 8456,
     "models": 7634,
     "pipe": 7612,
-    "compat": 7022,
+    "compat": 7025,
     "zero": 5585,
     "grid": 4830,
     "train": 4326,
