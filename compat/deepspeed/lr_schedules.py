@@ -37,9 +37,9 @@ def _per_group(optimizer: torch.optim.Optimizer, name: str, value: Rates) -> lis
 
 
 def _positive(name: str, value: Any, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 or value < least:
         raise ValueError(f"{name} = {value!r}: give a whole number of at least {least}")
-    return value
+    return int(value)  # 1e3 in a JSON file is a float
 
 
 class LRRangeTest(ClosedFormSchedule):
@@ -195,12 +195,12 @@ class _Warmup(ClosedFormSchedule):
     total_num_steps: int
 
     def _set_warmup(self, steps: int, kind: str, total: int | None = None) -> None:
-        self.warmup_num_steps = max(2, _positive("warmup_num_steps", steps))
+        self.warmup_num_steps = max(2, _positive("warmup_num_steps", steps, 0))
         if kind not in ("log", "linear"):
             raise ValueError(f"warmup_type = {kind!r}: give 'log' or 'linear'")
         self.warmup_type = kind
         if total is not None:
-            self.total_num_steps = _positive("total_num_steps", total)
+            self.total_num_steps = total = _positive("total_num_steps", total)
             if total < self.warmup_num_steps:
                 self.note = (
                     f"scheduler: total_num_steps = {total} is less than warmup_num_steps = {self.warmup_num_steps}"
@@ -224,7 +224,7 @@ class WarmupLR(_Warmup):
         optimizer: its parameter groups get the rates.
         warmup_min_lr: first rate; a list has one for each parameter group.
         warmup_max_lr: last rate; None: the optimizer's own rates.
-        warmup_num_steps: steps of the warmup, at least 2.
+        warmup_num_steps: steps of the warmup; 0 and 1 count as 2.
         warmup_type: ``log``, with the logarithm of the step, or ``linear``.
         last_batch_iteration: see ``ClosedFormSchedule``.
     """
@@ -286,7 +286,7 @@ class WarmupCosineLR(_Warmup):
         optimizer: its parameter groups get the rates.
         total_num_steps: step at which the cosine ends.
         warmup_min_ratio: first ratio.
-        warmup_num_steps: steps of the warmup, at least 2.
+        warmup_num_steps: steps of the warmup; 0 and 1 count as 2.
         cos_min_ratio: last ratio of the cosine, kept afterwards.
         warmup_type: ``log`` or ``linear``.
         last_batch_iteration: see ``ClosedFormSchedule``.

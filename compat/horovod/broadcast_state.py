@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...base.json_values import decode, encode
+from ...base.torch_private import tree_map
 from ...grid import Axis
 from ...zero.modules.module_optimizer import ZeroModuleOptimizer
 from ...zero.optimizer_entries import load_in_place
 from .context import ProcessSet, context, require_global
 from .negotiation import CollectiveRequest
-from .reductions import bool_to_uint8, describe, require_rank, require_tensor
+from .reductions import describe, require_rank, require_tensor, to_message
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSet | None = None) -> None:
@@ -68,7 +69,7 @@ def _broadcast_all(request: str, named: list[tuple[str, Tensor]], root: int) -> 
     def work(axis: Axis) -> None:
         pending = []
         for _, tensor in named:
-            sent = bool_to_uint8(tensor.detach().contiguous())
+            sent = to_message(tensor)
             pending.append((axis.broadcast(sent, root, async_op=True), sent, tensor.detach()))
         for operation, sent, tensor in pending:
             operation.wait()
@@ -137,6 +138,16 @@ def broadcast_optimizer_state(
     if not is_root:
         with load_in_place(optimizer):
             optimizer.load_state_dict(state)
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if sent := state["state"].get(number):
+                optimizer.state[parameter].update(tree_map(_as_sent, optimizer.state[parameter], sent))
+
+
+def _as_sent(loaded: Any, sent: Any) -> Any:
+    """Return loaded state in the dtype that was sent: torch's ``load_state_dict`` casts it to the parameter's."""
+    return sent.to(loaded.device) if isinstance(sent, Tensor) and sent.dtype != loaded.dtype else loaded
 
 
 def broadcast_object(

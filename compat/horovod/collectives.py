@@ -31,11 +31,11 @@ from .reductions import (
     Sum,
     allreduce,
     arguments_of,
-    bool_to_uint8,
     describe,
     require_rank,
     require_tensor,
     synchronize,
+    to_message,
 )
 
 _TAG = 2**20 + 1  # tag of the messages of an alltoall
@@ -67,7 +67,7 @@ def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet 
     counts: list[int] = []  # rows of each rank
 
     def work(axis: Axis) -> Tensor:
-        own_bytes = bool_to_uint8(tensor.detach().contiguous())
+        own_bytes = to_message(tensor)
         counts[:] = [count for (count,) in gather_counts(axis, [tensor.shape[0]], context().grid.device)]
         gathered = own_bytes.new_empty((sum(counts), *tensor.shape[1:]))
         if len(set(counts)) == 1:
@@ -131,7 +131,7 @@ def _broadcast(
 
     def work(axis: Axis) -> Tensor:
         result = tensor.detach() if in_place else tensor.detach().clone()
-        message = bool_to_uint8(result.contiguous())
+        message = to_message(result)
         axis.broadcast(message, root_rank)
         if message.data_ptr() != result.data_ptr():
             result.copy_(message.view(result.dtype))
@@ -203,7 +203,7 @@ def _alltoall(
     received: list[int] = []  # rows from each rank
 
     def work(axis: Axis) -> tuple[Tensor, Tensor]:
-        outgoing = bool_to_uint8(tensor.detach().contiguous())
+        outgoing = to_message(tensor)
         received[:] = [row[axis.rank] for row in gather_counts(axis, rows, context().grid.device)]
         incoming = outgoing.new_empty((sum(received), *tensor.shape[1:]))
         exchange(axis, list(outgoing.split(rows)), list(incoming.split(received)))
@@ -288,7 +288,7 @@ def _reducescatter(
     require_tensor(tensor, dims=1)
 
     def work(axis: Axis) -> Tensor:
-        source = tensor.detach().contiguous()
+        source = to_message(tensor)
         source = source * reduction.pre if reduction.pre != 1.0 else source.clone()
         count = tensor.shape[0]
         rows = [count // axis.size + (rank < count % axis.size) for rank in range(axis.size)]

@@ -153,8 +153,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             assert closure is not None
             with torch.enable_grad():
                 loss = closure()
-            if not averaging.skip:
+            if not averaging.skip and not averaging.reducer.done:
                 averaging.synchronize()
+            averaging.reducer.mark_used()
             return loss
 
         if closure is None and not averaging.reducer.done:
@@ -221,6 +222,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, the same one on every rank. Collective."""
+        if self._hvd.reducer.pending:
+            raise RuntimeError("add_param_group() between backward() and step(): call optimizer.step() before")
         super().add_param_group(param_group)
         self._hvd.add(self.param_groups[-1])
 
@@ -260,8 +263,6 @@ class _GradientAveraging:
 
     def add(self, group: dict[str, Any]) -> None:
         """Average the gradients of another parameter group too. Collective."""
-        if self.reducer.pending:
-            raise RuntimeError("add_param_group() between backward() and step(): call optimizer.step() before")
         begin = len(self._named)
         self._named += [(f"added parameter {begin + i}", p) for i, p in enumerate(group["params"])]
         self._settings["passes"] = self.reducer.passes

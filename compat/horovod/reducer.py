@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ...base.autograd import WeakHook
-from ...base.torch_private import storage_id
 from ...grid import Axis, Grid, Pending
 from .compression import elementwise
 
@@ -84,41 +83,31 @@ class AllreduceBucket:
 
     def _flatten(self) -> Tensor:
         """Return the gradients in one flat tensor; each ``.grad`` becomes a view of it, so that it is stored once."""
+        sizes = [parameter.numel() for parameter in self.parameters]
         gradients = [parameter.grad for parameter in self.parameters]
-        if (flat := _flat_storage(gradients)) is not None:
-            return flat  # still views of one tensor: they were zeroed in place since the last step
+        flat = getattr(gradients[0], "_flat", None)
+        if flat is not None and all(
+            gradient is not None and getattr(gradient, "_flat", None) is flat and gradient.data_ptr() == part.data_ptr()
+            for gradient, part in zip(gradients, flat.split(sizes), strict=True)
+        ):
+            return flat  # still its parts: they were zeroed in place since the last step
+        # Copied: what autograd left may share memory with other gradients, and lacks a lazy conjugate bit in memory.
         flat = torch.cat(
             [
                 parameter.new_zeros(parameter.numel()) if gradient is None else gradient.reshape(-1)
                 for parameter, gradient in zip(self.parameters, gradients, strict=True)
             ]
         )
-        parts = flat.split([parameter.numel() for parameter in self.parameters])
-        for parameter, part in zip(self.parameters, parts, strict=True):
-            parameter.grad = part.view(parameter.shape)
+        for parameter, part in zip(self.parameters, flat.split(sizes), strict=True):
+            gradient = part.view(parameter.shape)
+            gradient._flat = flat
+            parameter.grad = gradient
         return flat
 
 
 def _version(gradient: Tensor | None) -> int:
     """Return torch's count of writes to a gradient or its base tensor; 0 for None."""
     return 0 if gradient is None else gradient._version
-
-
-def _flat_storage(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the flat tensor of which these are consecutive views, from its start; None if they are not."""
-    end = 0
-    for gradient in gradients:
-        if gradient is None or not gradient.is_contiguous() or gradient.storage_offset() != end:
-            return None
-        end += gradient.numel()
-    first = gradients[0]
-    assert first is not None
-    storage = first.untyped_storage()
-    if any(
-        gradient is not None and storage_id(gradient.untyped_storage()) != storage_id(storage) for gradient in gradients
-    ):
-        return None
-    return first.new_empty(0).set_(storage, 0, (end,))  # type: ignore[call-overload]
 
 
 class Reducer:

@@ -119,7 +119,7 @@ class Reduction:
         require_tensor(tensor)
         if tensor.dtype == torch.bool:
             raise ValueError("a tensor of torch.bool cannot be reduced: reduce tensor.to(torch.uint8)")
-        if not tensor.is_floating_point() and (self.pre, self.post) != (1.0, 1.0):
+        if _is_integer(tensor) and (self.pre, self.post) != (1.0, 1.0):
             raise ValueError(
                 f"prescale_factor={self.pre}, postscale_factor={self.post} need a floating-point tensor, not "
                 f"{tensor.dtype}: reduce tensor.double()"
@@ -137,7 +137,7 @@ class Reduction:
 
         Averages of integers are rounded towards zero, as in Horovod.
         """
-        if self.op is Average and not tensor.is_floating_point():
+        if self.op is Average and _is_integer(tensor):
             torch.div(tensor, axis.size, rounding_mode="trunc", out=tensor)
         elif (factor := self.post / axis.size if self.op is Average else self.post) != 1.0:
             tensor.mul_(factor)
@@ -298,7 +298,7 @@ def _allreduce(
         results = [tensor.detach() if in_place else tensor.detach().clone() for tensor in tensors]
         for dtype in dict.fromkeys(tensor.dtype for tensor in results):
             group = [tensor for tensor in results if tensor.dtype == dtype]
-            if len(group) == 1 and group[0].is_contiguous():
+            if len(group) == 1 and group[0].is_contiguous() and not (group[0].is_conj() or group[0].is_neg()):
                 reduction(axis, group[0])
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in group])
@@ -380,9 +380,14 @@ def require_tensor(tensor: Any, dims: int = 0) -> None:
         raise ValueError(f"a tensor on {tensor.device} cannot be sent: the ranks use {device}, move it there")
 
 
-def bool_to_uint8(tensor: Tensor) -> Tensor:
-    """Return a boolean tensor as a view of bytes, another tensor unchanged: collectives take no booleans."""
+def to_message(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory can be sent: contiguous, booleans as bytes, no lazy conjugate or negative bit."""
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def describe(tensor: Tensor) -> str:

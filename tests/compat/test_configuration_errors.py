@@ -157,7 +157,7 @@ RANGES: dict[str, list[Any]] = {
     "optimizer.params.betas": [[0.9, 1.0], [-0.1, 0.9], [1.5, 0.9]],
     "optimizer.params.eps": [-1, -1e-8],
     "optimizer.params.weight_decay": [-0.1],
-    "scheduler.params.warmup_num_steps": [0, -3],
+    "scheduler.params.warmup_num_steps": [-1, -3],
     "scheduler.params.warmup_max_lr": [-1],
     "scheduler.params.total_num_steps": [0, -1],
     "gradient_clipping": [-1, float("inf"), float("nan")],

@@ -136,6 +136,35 @@ def test_state_from_one_rank(ranks: Any, kind: str) -> None:
     assert all(ranks(2, alike, kind))
 
 
+def wide_momentum(steps: int) -> tuple[Tensor, Tensor]:
+    """Weights in bf16 with momentum in fp32; rank 1 has none before the first ``steps`` steps are broadcast."""
+    weight = nn.Parameter(torch.linspace(1, 2, 5).bfloat16())
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+
+    def step(number: int) -> None:
+        weight.grad = torch.linspace(-0.3, number + 0.1, 5).bfloat16()
+        optimizer.step()
+        optimizer.state[weight]["momentum_buffer"] = optimizer.state[weight]["momentum_buffer"].float()
+
+    for number in range(steps if not hvd.is_initialized() or hvd.rank() == 0 else 0):
+        step(number)
+    if hvd.is_initialized():
+        hvd.broadcast_parameters([weight])
+        hvd.broadcast_optimizer_state(optimizer)
+    step(steps)
+    return weight.detach(), optimizer.state[weight]["momentum_buffer"]
+
+
+def wide_momentum_of_a_rank(steps: int) -> tuple[Tensor, Tensor]:
+    with started():
+        return wide_momentum(steps)
+
+
+def test_state_that_is_wider_than_its_weights_is_not_rounded(ranks: Any) -> None:
+    wanted = wide_momentum(3)
+    assert all(same(found, wanted) for found in ranks(2, wide_momentum_of_a_rank, 3))
+
+
 def test_buffers_and_other_things_of_a_state_dict() -> None:
     with started():
         model = nn.BatchNorm1d(3)
@@ -194,6 +223,9 @@ def orders() -> None:
             optimizer.zero_grad()
         with pytest.raises(RuntimeError, match="allowed between two steps only"):
             optimizer.set_backward_passes_per_step(2)
+        with pytest.raises(RuntimeError, match=r"add_param_group\(\) between backward\(\) and step\(\)"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        assert len(optimizer.param_groups) == 1
         with pytest.raises(RuntimeError, match=r"call optimizer.synchronize\(\) before"), optimizer.skip_synchronize():
             optimizer.step()
         optimizer.synchronize()

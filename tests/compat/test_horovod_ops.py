@@ -213,9 +213,38 @@ def moves() -> None:
         assert float(hvd.synchronize(late)) == n
 
 
+def conjugates() -> None:
+    """Complex tensors, and views with a lazy conjugate or negative bit, which is no part of their memory."""
+    with started():
+        n, me = hvd.size(), hvd.rank()
+        values = [torch.complex(of(r, 2 * n), of(r, 2 * n, seed=1)) for r in range(n)]
+        everyone = torch.stack(values).conj().resolve_conj()
+
+        def mine() -> Tensor:
+            view = values[me].clone().conj()
+            assert view.is_conj()
+            return view
+
+        for found in (hvd.allreduce(mine()), hvd.allreduce_(mine())):
+            close(found, everyone.mean(0))
+        close(hvd.allreduce(mine(), op=hvd.Sum, prescale_factor=0.5), 0.5 * everyone.sum(0))
+        close(hvd.reducescatter(mine()), everyone.mean(0)[2 * me : 2 * me + 2])
+        close(hvd.allgather(mine()), everyone.flatten())
+        close(hvd.alltoall(mine()), everyone[:, 2 * me : 2 * me + 2].flatten())
+        for found in (hvd.broadcast(mine(), n - 1), hvd.broadcast_(mine(), n - 1)):
+            close(found, everyone[n - 1])
+        view = mine()
+        hvd.broadcast_parameters([view], n - 1)
+        close(view, everyone[n - 1])
+        for op, wanted in ((None, everyone.imag[n - 1, :1]), (hvd.Max, everyone.imag[:, :1].amax(0))):
+            negative = values[me][:1].clone().conj().imag
+            assert negative.is_neg() and negative.is_contiguous()
+            close(hvd.broadcast_(negative, n - 1) if op is None else hvd.allreduce_(negative, op=op), wanted)
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_every_operation_is_its_formula(ranks: Any, count: int) -> None:
-    for work in (reductions, gradients, moves):
+    for work in (reductions, gradients, moves, conjugates):
         ranks(count, work)
 
 

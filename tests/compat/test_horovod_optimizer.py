@@ -8,7 +8,6 @@ import io
 import runpy
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -87,8 +86,15 @@ def distributed(kind: str, passes: int, steps: int, how: str, **options: Any) ->
                 return total
 
             for step in range(steps):
-                if how == "closure":
-                    assert isinstance(optimizer.step(partial(run, step)), Tensor)
+                if how.startswith("closure"):
+
+                    def closure(step: int = step) -> Tensor:
+                        total = run(step)
+                        if how == "closure that synchronizes":
+                            optimizer.synchronize()
+                        return total
+
+                    assert isinstance(optimizer.step(closure), Tensor)
                     scheduler.step()
                     continue
                 run(step)
@@ -124,6 +130,7 @@ def distributed(kind: str, passes: int, steps: int, how: str, **options: Any) ->
         (2, "AdamW", 3, "synchronize", {"capacity": 100}),
         (2, "Rprop", 1, "twice", {"groups": 3}),
         (2, "SGD", 2, "closure", {"capacity": 1}),
+        (2, "SGD", 1, "closure that synchronizes", {"op": hvd.Sum}),
         (2, "SGD", 1, "scheduler", {"num_groups": 2}),
         (2, "AdamW", 1, "scaler", {"groups": "lists"}),
         (4, "SGD", 2, "step", {"op": hvd.Sum, "capacity": 100}),
@@ -231,9 +238,33 @@ def steps_too_much() -> None:
             optimizer.step()
 
 
-def test_gradients_of_the_step_before_are_not_sent_again(ranks: Any) -> None:
+class TwoClosureCalls(torch.optim.SGD):
+    """Optimizer that moves the weights twice in a step, each time by new gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return super().step(closure)
+
+
+def closures_too_much() -> None:
+    """Rank 1 has no batch in the second call of the closure, and does not zero its gradients."""
+    with started():
+        model = net()
+        optimizer = hvd.DistributedOptimizer(TwoClosureCalls(model.parameters(), lr=0.1), model.named_parameters())
+        calls = [0, 1] if hvd.rank() == 0 else [0]
+
+        def closure() -> None:
+            if calls:
+                optimizer.zero_grad()
+                loss_of(model, calls.pop(0), 0, hvd.rank()).backward()
+
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("work", [steps_too_much, closures_too_much])
+def test_gradients_of_the_step_before_are_not_sent_again(ranks: Any, work: Callable[[], None]) -> None:
     with pytest.raises(RankFailure) as failure:
-        ranks(2, steps_too_much)
+        ranks(2, work)
     assert "call optimizer.zero_grad(); optimizer.step()" in failure.value[1].text
     assert failure.value[0].kind == "raised"
 
@@ -258,6 +289,48 @@ def by_hand() -> list[float]:
 
 def test_gradients_that_are_written_by_hand(ranks: Any) -> None:
     assert ranks(2, by_hand) == [[-18.0] * 3] * 2  # 0.5 + 1.5 + ... + 5.5
+
+
+def views_and_conjugates(parameters: list[nn.Parameter], rank: int) -> Tensor:
+    """Loss after which autograd leaves one memory in two ``.grad``, and on rank 0 a lazy conjugate bit in another."""
+    a, b, z = parameters
+    x = torch.tensor([1 + 2j, 3 - 1j], dtype=z.dtype) * (rank + 1)
+    amplitude: Tensor = (((z.conj() if rank == 0 else z) * x).sum()).abs().square()
+    return amplitude + (a.view(2, 2) + b.view(2, 2) - rank).square().sum()
+
+
+def odd_parameters() -> list[nn.Parameter]:
+    double = torch.float64
+    pair = [nn.Parameter(torch.tensor(values, dtype=double)) for values in ([1.0, 2, 3, 4], [0.5, -1, 2, 0])]
+    return [*pair, nn.Parameter(torch.tensor([1 + 1j, 2 - 1j], dtype=torch.complex128))]
+
+
+def odd_gradients(capacity: int) -> list[Tensor]:
+    with started():
+        horovod_optimizer._BUCKET_BYTES = capacity
+        try:
+            parameters = odd_parameters()
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.01), op=hvd.Sum)
+        finally:
+            horovod_optimizer._BUCKET_BYTES = 2**24
+        for _ in range(2):
+            optimizer.zero_grad()
+            views_and_conjugates(parameters, hvd.rank()).backward()
+            optimizer.step()
+        return [p.detach() for p in parameters]
+
+
+@pytest.mark.parametrize("capacity", [1, 2**24])
+def test_gradients_that_share_memory_or_are_conjugates(ranks: Any, capacity: int) -> None:
+    parameters = odd_parameters()
+    optimizer = torch.optim.SGD(parameters, lr=0.01)
+    for _ in range(2):
+        loss = views_and_conjugates(parameters, 0) + views_and_conjugates(parameters, 1)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient.resolve_conj().clone()
+        optimizer.step()
+    for found in ranks(2, odd_gradients, capacity):
+        torch.testing.assert_close(found, [p.detach() for p in parameters], rtol=1e-10, atol=1e-12)
 
 
 def scaled_loop(rank: int, size: int, wrap: Callable[[Any, nn.Module], Any], fused: bool) -> dict[str, Tensor]:

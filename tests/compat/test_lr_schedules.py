@@ -108,6 +108,11 @@ CASES: list[tuple[str, dict[str, Any], Callable[[int, float], float]]] = [
         {"total_num_steps": 800, "warmup_num_steps": 100, "warmup_type": "linear", "warmup_min_lr": 1e-4},
         lambda n, own: decay(n, 1e-4, 1e-3, 100, 800, True),
     ),
+    (
+        "WarmupDecayLR",
+        {"total_num_steps": 1e2, "warmup_num_steps": 0, "warmup_max_lr": 0.1},
+        lambda n, own: decay(n, 0.0, 0.1, 2, 100, False),
+    ),
     ("WarmupDecayLR", {"total_num_steps": 50}, lambda n, own: decay(n, 0.0, 1e-3, 1000, 50, False)),
     (
         "WarmupCosineLR",
@@ -227,7 +232,8 @@ def make_late(name: str, params: dict[str, Any]) -> list[float]:
         ({"type": "LambdaLR"}, "it takes a function: pass lr_scheduler="),
         ({"params": {}}, "scheduler.type is missing"),
         ({"type": "WarmupLR", "params": {"warmup_steps": 1}}, "WarmupLR has no warmup_steps; it takes warmup_min_lr"),
-        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "warmup_num_steps = 0: give a whole number"),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": -1}}, "warmup_num_steps = -1: give a whole number"),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": math.inf}}, "warmup_num_steps"),
         ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, 'scheduler.params.warmup_num_steps is "auto"'),
         ({"type": "WarmupLR", "params": {"warmup_num_steps": 1.5}}, "warmup_num_steps: give a whole number, not 1.5"),
         ({"type": "WarmupLR", "params": {"warmup_type": "cubic"}}, "give 'log' or 'linear'"),

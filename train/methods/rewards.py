@@ -17,6 +17,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -119,17 +120,15 @@ def advantages(rewards: Tensor, group: int, scale: Scale) -> Advantages:
         raise ValueError(f"there is no scale_rewards {scale!r}; {nearest(str(scale), get_args(Scale))}")
     groups = rewards.view(-1, group)
     ahead = (groups - groups.nanmean(1, keepdim=True)).flatten()
-    spread = (std(rewards) if scale == "batch" else std(groups, 1)[:, None]).expand_as(groups).flatten()
+    spread = (std(rewards) if scale == "batch" else std(groups)[:, None]).expand_as(groups).flatten()
     flat = torch.isclose(spread, torch.zeros_like(spread)).double().mean().item()
     return Advantages((ahead if scale == "none" else ahead / (spread + 1e-4)).nan_to_num(nan=0.0), flat)
 
 
-def std(values: Tensor, dim: int | None = None) -> Tensor:
-    """Return the standard deviation of the values that are no NaN, divided by their number less 1; NaN of one value."""
-    ahead = values - values.nanmean(dim, keepdim=True) if dim is not None else values - values.nanmean()
-    counts = (~values.isnan()).sum(dim) if dim is not None else (~values.isnan()).sum()
-    squares = ahead.square().nansum(dim) if dim is not None else ahead.square().nansum()
-    return (squares / (counts - 1)).sqrt()
+def std(values: Tensor) -> Tensor:
+    """Return the standard deviation of each row's values that are no NaN, by their number less 1; NaN of one value."""
+    ahead = values - values.nanmean(-1, keepdim=True)
+    return (ahead.square().nansum(-1) / ((~values.isnan()).sum(-1) - 1)).sqrt()
 
 
 def _call(function: RewardFunction, name: str, given: Mapping[str, Any], count: int) -> Tensor:
@@ -141,11 +140,13 @@ def _call(function: RewardFunction, name: str, given: Mapping[str, Any], count: 
     try:
         found = function(**given)
         if inspect.isawaitable(found):
-            found = asyncio.run(_result(found))
+            with ThreadPoolExecutor(1) as thread:  # this thread may run an event loop, as a notebook's does
+                found = thread.submit(asyncio.run, _result(found)).result()
+        found = list(found) if hasattr(found, "tolist") else found  # a tensor, an array or a series
     except Exception as error:
         raise RuntimeError(f"the reward function {name} raised {type(error).__name__}: {error}") from error
-    if not isinstance(found, (Sequence, Tensor)) or len(found) != count:
-        what = f"{len(found)} values" if isinstance(found, (Sequence, Tensor)) else f"a {type(found).__name__}"
+    if not isinstance(found, Sequence) or len(found) != count:
+        what = f"{len(found)} values" if isinstance(found, Sequence) else f"a {type(found).__name__}"
         raise RuntimeError(f"the reward function {name} returned {what} for {count} answers: return a list of one each")
     values = []
     for each in found:

@@ -133,10 +133,11 @@ class Rollouts:
                 raise ValueError(f"{name} has {len(column)} entries for {len(prompts)} prompts: give one for each")
         step = engine.global_steps
         seeds = [derive("rollout", self._seed, step, index) for index in range(len(prompts))]
-        values = self._drawn(prompts, columns, group, seeds)
+        done, values = self._drawn(prompts, columns, group, seeds)
         rewards = self._rewards.total(values)
         ahead = advantages(rewards, group, self._scale)
-        self.metrics = self._measured(values, rewards) | {"frac_reward_zero_std": ahead.flat}
+        self.completions = done
+        self.metrics = self._measured(done, values, rewards) | {"frac_reward_zero_std": ahead.flat}
         self.rows = self._whole(ahead.values)
         return self.microbatches(self.rows)
 
@@ -147,12 +148,9 @@ class Rollouts:
 
         Args, raises: as a call, of any number of prompts.
         """
-        kept = self.completions
         seeds = [derive("evaluation", self._seed, index) for index in range(len(prompts))]
-        values = self._drawn(prompts, columns, 1, seeds)
-        found = self._measured(values, self._rewards.total(values))
-        self.completions = kept
-        return found
+        done, values = self._drawn(prompts, columns, 1, seeds)
+        return self._measured(done, values, self._rewards.total(values))
 
     def microbatches(self, rows: Mapping[str, Tensor]) -> list[tuple[Tensor, Any]]:
         """Return this replica's microbatches of whole rows, such as ``rows`` of the last call. Collective."""
@@ -167,10 +165,10 @@ class Rollouts:
 
     def _drawn(
         self, prompts: Sequence[RolloutPrompt], columns: Mapping[str, Sequence[Any]], group: int, seeds: Sequence[int]
-    ) -> Tensor:
-        """Draw ``group`` answers to each prompt, and return the value of each reward function for each of them."""
+    ) -> tuple[list[Completion], Tensor]:
+        """Draw ``group`` answers to each prompt; return them with the value of each reward function for each."""
         engine = self._engine
-        self.completions = done = self._sampler.generate(
+        done = self._sampler.generate(
             [self._ids(prompt) for prompt in prompts],
             self._longest,
             temperature=engine.module.loss_fn.temperature,
@@ -183,7 +181,7 @@ class Rollouts:
         asked = [prompt for prompt in prompts for _ in range(group)]
         answers = [self._answer(prompt, each) for prompt, each in zip(asked, done, strict=True)]
         ids = [each.tokens[each.prompt :] for each in done]
-        return self._rewards(asked, answers, ids, repeated, engine.global_steps)
+        return done, self._rewards(asked, answers, ids, repeated, engine.global_steps)
 
     def largest_difference(self) -> float:
         """Return the largest abs(log p - log o) of a token, over all steps since the last call. Collective.
@@ -214,9 +212,9 @@ class Rollouts:
         text = follow(tokenizer, kept, done.prompt)
         return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
-    def _measured(self, values: Tensor, rewards: Tensor) -> dict[str, float]:
-        lengths = torch.tensor([len(each.logprobs) for each in self.completions]).double()
-        clipped = [each.tokens[-1] not in self._eos for each in self.completions]
+    def _measured(self, done: Sequence[Completion], values: Tensor, rewards: Tensor) -> dict[str, float]:
+        lengths = torch.tensor([len(each.logprobs) for each in done]).double()
+        clipped = [each.tokens[-1] not in self._eos for each in done]
         found: dict[str, Any] = {"reward": rewards.nanmean(), "reward_std": std(rewards)}
         for name, column in zip(self._rewards.names, values.unbind(1), strict=True):
             found |= {f"rewards/{name}/mean": column.nanmean(), f"rewards/{name}/std": std(column)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import statistics
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -240,6 +242,39 @@ def test_an_answer_that_no_function_judges_is_in_no_mean() -> None:
         [0, 0.5 / std, -0.5 / std, -1 / std, 1 / std, 0]
     )
     assert advantages(total, 3, "none").values.tolist() == pytest.approx([0, 0.5, -0.5, -1, 1, 0])
+
+
+@pytest.mark.parametrize("make", [list, tuple, torch.tensor, np.array, "coroutine"])
+def test_rewards_may_be_an_array_or_come_from_a_coroutine(make: Any) -> None:
+    async def later(**_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [0.5, 2.0]
+
+    async def notebook() -> Tensor:  # an event loop runs in the thread that calls the functions
+        function = later if make == "coroutine" else lambda **_: make([0.5, 2.0])
+        return Rewards(Grid(), function)("ab", "ab", [[1]] * 2, {}, 0)
+
+    assert asyncio.run(notebook()).tolist() == [[0.5], [2.0]]
+
+
+def test_an_evaluation_that_fails_leaves_the_last_call_as_it_was() -> None:
+    engine = engine_of(Grid())
+    fails: list[bool] = []
+
+    def reward(completions: Any, **_: Any) -> list[float]:
+        if fails:
+            raise KeyError("no such answer")
+        return [1.0] * len(completions)
+
+    rollouts = Rollouts(engine, triax.init_inference(engine), reward, group=4, max_new_tokens=2)
+    rollouts(PROMPTS)
+    completions, rows, metrics = rollouts.completions, rollouts.rows, rollouts.metrics
+    rollouts.evaluate(PROMPTS[:1])
+    fails.append(True)
+    for call in (rollouts.evaluate, rollouts):
+        with pytest.raises(AgreedError, match="no such answer"):
+            call(PROMPTS)
+    assert rollouts.completions is completions and rollouts.rows is rows and rollouts.metrics is metrics
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
