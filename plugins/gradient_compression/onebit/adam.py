@@ -52,7 +52,7 @@ class OneBitAdam(OneBit):
         super().__init__(params, {**options, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _move(self, p: Tensor, state: State, group: State, step: int, local: LocalValue | None) -> None:
-        self._adamw(p, state, group, step, min(step, self.defaults["freeze_step"]))
+        self._adamw(p, state, group)
 
 
 class ZeroOneAdam(OneBit):
@@ -148,7 +148,10 @@ class ZeroOneAdam(OneBit):
         return anchor
 
     def _taken(self, state: State) -> int:
-        return self.updates(int(state["step"]))[0]
+        return int(state.get("variance_updates", self._variance_updates(int(state["step"]))))
+
+    def _variance_updates(self, step: int) -> int:
+        return self.updates(step)[0]
 
     def _summed(self, step: int) -> bool:
         return self.updates(step)[1]
@@ -159,6 +162,7 @@ class ZeroOneAdam(OneBit):
     def _collect(self, p: Tensor, g: Tensor, state: State, group: State, step: int) -> LocalValue | None:
         if self._summed(step):
             return super()._collect(p, g, state, group, step)
+        self._count(state, step)
         first = group["betas"][0]
         key, together = "exp_avg", self.synchronizes(step)
         if not together or "local_avg" in state:
@@ -168,7 +172,7 @@ class ZeroOneAdam(OneBit):
                 state[key] = state.pop("exp_avg")
         alive = local_momentum(state[key], g, state["exp_avg_sq"], first)
         # u, and what it is the momentum times: all the rates since the last synchronization.
-        rate = group["lr"] / corrected(first, step, group["bias_correction"])
+        rate = group["lr"] / corrected(first, state["updates"], group["bias_correction"])
         shrink = 1 - group["lr"] * group["weight_decay"]
         if "moved" in state:
             moved = state["moved"].mul_(shrink).add_(state[key], alpha=rate)
@@ -184,7 +188,7 @@ class ZeroOneAdam(OneBit):
 
     def _move(self, p: Tensor, state: State, group: State, step: int, local: LocalValue | None) -> None:
         if self._summed(step):
-            self._adamw(p, state, group, step, self._taken(state))
+            self._adamw(p, state, group)
             return
         divisor = denominator(state["exp_avg_sq"], group, self._taken(state))
         if local is None:
