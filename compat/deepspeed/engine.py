@@ -526,10 +526,12 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, ConfiguredPipelineEngine):
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Set a function that is applied to each microbatch that is read, and returns ``(inputs, labels)``."""
         self._batch_fn = fn
-        if self._own_data is not None:
-            self._own_data = map(fn, self._own_data)  # an iterator, as that
 
     _batch_fn: Callable[[Any], Any] | None = None
+
+    @property
+    def _own_data(self) -> Iterator[Any] | None:  # type: ignore[override]
+        return self._mapped(super()._own_data)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Take a step, as ``PipelineEngine.train_batch``."""
@@ -570,7 +572,9 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, ConfiguredPipelineEngine):
         return state if self.grid.rank == 0 else None
 
     def _source(self, data_iter: Iterator[Any] | None) -> Iterator[Any] | None:
-        source = self._data if data_iter is None else data_iter
+        return self._mapped(self._data if data_iter is None else data_iter)
+
+    def _mapped(self, source: Iterator[Any] | None) -> Iterator[Any] | None:
         return source if source is None or self._batch_fn is None else map(self._batch_fn, source)
 
 

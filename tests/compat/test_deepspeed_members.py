@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import importlib
 import weakref
@@ -407,3 +408,22 @@ def test_a_dropped_deepspeed_engine_is_freed_at_once() -> None:
     freed = watched() is None
     gc.enable()
     assert freed
+
+
+def test_a_later_batch_fn_replaces_the_earlier_one() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(2, 1).double()
+    model = PipelineModule(layers=[copy.deepcopy(plain)], loss_fn=nn.MSELoss(), num_stages=1)
+    data = torch.utils.data.TensorDataset(torch.ones(4, 2, dtype=torch.float64), torch.ones(4, 1, dtype=torch.float64))
+    settings = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}}
+    engine: Any = deepspeed.initialize(model=model, config=settings, training_data=data)[0]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for factor in (10.0, 3.0, 0.5):
+        engine.set_batch_fn(lambda batch, factor=factor: (batch[0] * factor, batch[1]))
+        engine.train_batch()
+        optimizer.zero_grad()
+        x = torch.ones(4, 2, dtype=torch.float64)
+        nn.functional.mse_loss(plain(x * factor), x[:, :1]).backward()
+        optimizer.step()
+    for mine, theirs in zip(engine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
