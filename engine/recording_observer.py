@@ -130,7 +130,7 @@ class RecordingObserver(StepObserver):
             float(loss)  # on a GPU this waits for the step
         seconds = time.perf_counter() - self._began
         if self.mfu is not None:
-            self.mfu.end_step()
+            self.mfu.end_step(engine.batch.train)
         due = options.monitored and options.histograms.due(engine.global_steps)
         histograms = parameter_histograms(engine.data_axis, grid, options.histograms.bins) if due else {}
         self._write_metrics(loss, self._timings(seconds) if self.monitor.enabled else {}, histograms)

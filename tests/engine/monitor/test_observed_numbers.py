@@ -155,3 +155,21 @@ def test_json_lines_begin_anew_with_step_1_and_go_on_with_any_other(tmp_path: Pa
     assert [r["step"] for r in rows()] == [1, 2, 3]
     json_writer(tmp_path)([("a", 4.0, 8)], 1)
     assert [r["a"] for r in rows()] == [4.0]
+
+
+def test_flops_are_those_of_training_passes_and_follow_the_batch(tmp_path: Path) -> None:
+    engine: Any = triax.Engine(
+        nn.Linear(64, 64),
+        optimizer=partial(torch.optim.SGD, lr=0.0),
+        batch=triax.Batch(size=4, microbatch=2),
+        monitor=triax.Monitoring(json=str(tmp_path), peak_tflops=1.0),
+    )
+    x = torch.ones(2, 64)
+    with torch.no_grad():
+        engine(x)  # a look at the outputs, without a step
+    for samples in (4, 16, 2):
+        engine.set_batch_size(samples)
+        for _ in range(samples // 2):
+            engine.backward(engine(x).sum())
+            engine.step()
+        assert engine.observer.mfu.flops == 3 * 2 * samples * 64 * 64
