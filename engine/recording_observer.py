@@ -325,7 +325,7 @@ def make_monitor(options: Monitoring, grid: Grid, engine: Any) -> Monitor:
         writers = make_writers(options) if first else []
     mailbox = grid.mailbox() if options.monitored else None
     every, position = options.print_every if first else None, lambda: (engine.global_steps, engine.global_samples)
-    return Monitor(writers, every, engine.batch.train, mailbox, position)
+    return Monitor(writers, every, mailbox, position)
 
 
 def _trace_file(options: Monitoring) -> Path:

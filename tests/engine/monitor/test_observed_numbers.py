@@ -157,6 +157,26 @@ def test_json_lines_begin_anew_with_step_1_and_go_on_with_any_other(tmp_path: Pa
     assert [r["a"] for r in rows()] == [4.0]
 
 
+def test_the_printed_speed_follows_the_batch_and_no_rewind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    batch, monitor = triax.Batch(size=4, microbatch=2), triax.Monitoring(print_every=1)
+    engine: Any = triax.Engine(nn.Linear(2, 1), optimizer=partial(torch.optim.SGD, lr=0.0), batch=batch, monitor=monitor)
+    for samples, position in ((4, None), (4, None), (16, None), (2, (2, 8)), (4, None)):
+        engine.set_batch_size(samples)
+        if position is not None:
+            engine.set_position(*position)  # as a load of an earlier step does
+        now[0] += samples / 10
+        for _ in range(samples // 2):
+            engine.backward(engine(torch.ones(2, 2)).sum())
+            engine.step()
+    lines = [line for line in capsys.readouterr().out.splitlines()]
+    speeds = [line.partition("lr 0")[2] for line in lines]
+    assert speeds == ["", ", 10 samples/s", ", 10 samples/s", "", ", 10 samples/s"]
+
+
 def test_flops_are_those_of_training_passes_and_follow_the_batch(tmp_path: Path) -> None:
     engine: Any = triax.Engine(
         nn.Linear(64, 64),
