@@ -392,11 +392,6 @@ class DeepSpeedEngine(DeepSpeedMembers, ConfiguredModuleEngine):
             allow_empty_entries(self.module)
         ModuleCalls(self.module, self)  # scripts call the module itself between the engine's calls, as DeepSpeed allows
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, as ``ModuleEngine.forward``."""
-        self.tput_timer.start()
-        return super().forward(*args, **kwargs)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context in which backward passes do not reduce gradients, as ``ModuleEngine.no_sync``."""
@@ -462,6 +457,10 @@ class DeepSpeedEngine(DeepSpeedMembers, ConfiguredModuleEngine):
                 custom_load_fn(src=state_dict, dst=self.module)
             else:
                 self.module.load_state_dict(state_dict, strict=strict)
+
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        self.tput_timer.start()
 
     def module_called(self) -> None:
         """Begin the next step, if the last one has ended: the module is run in training."""

@@ -410,6 +410,31 @@ def test_a_dropped_deepspeed_engine_is_freed_at_once() -> None:
     assert freed
 
 
+def test_an_evaluation_takes_no_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    engine: Any = deepspeed.initialize(model=nn.Linear(2, 1), config=config("SGD", 2, 2))[0]
+    x = torch.ones(2, 2)
+
+    def run(module: Any, seconds: float) -> Tensor:
+        loss: Tensor = module(x).sum()
+        now[0] += seconds
+        return loss
+
+    for step in range(4):
+        with torch.no_grad():
+            run(engine, 100.0)
+        engine.eval()
+        run(engine, 100.0)
+        if step != 3:  # in eval mode the backward pass begins the microbatch
+            engine.train()
+        for _ in range(2):
+            engine.backward(run(engine, 0.5))
+            now[0] += 0.25
+            engine.step()
+    assert engine.tput_timer.global_step_count == 4 and engine.tput_timer.total_elapsed_time == 2 * 0.75 + 2 * 0.25
+
+
 def test_a_later_batch_fn_replaces_the_earlier_one() -> None:
     torch.manual_seed(0)
     plain = nn.Linear(2, 1).double()
