@@ -529,7 +529,7 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, ConfiguredPipelineEngine):
     _batch_fn: Callable[[Any], Any] | None = None
 
     @property
-    def _own_data(self) -> Iterator[Any] | None:  # type: ignore[override]
+    def _own_data(self) -> Iterator[Any] | None:
         return self._mapped(super()._own_data)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:

@@ -163,7 +163,9 @@ def test_the_printed_speed_follows_the_batch_and_no_rewind(
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     batch, monitor = triax.Batch(size=4, microbatch=2), triax.Monitoring(print_every=1)
-    engine: Any = triax.Engine(nn.Linear(2, 1), optimizer=partial(torch.optim.SGD, lr=0.0), batch=batch, monitor=monitor)
+    engine: Any = triax.Engine(
+        nn.Linear(2, 1), optimizer=partial(torch.optim.SGD, lr=0.0), batch=batch, monitor=monitor
+    )
     for samples, position in ((4, None), (4, None), (16, None), (2, (2, 8)), (4, None)):
         engine.set_batch_size(samples)
         if position is not None:
@@ -172,8 +174,7 @@ def test_the_printed_speed_follows_the_batch_and_no_rewind(
         for _ in range(samples // 2):
             engine.backward(engine(torch.ones(2, 2)).sum())
             engine.step()
-    lines = [line for line in capsys.readouterr().out.splitlines()]
-    speeds = [line.partition("lr 0")[2] for line in lines]
+    speeds = [line.partition("lr 0")[2] for line in capsys.readouterr().out.splitlines()]
     assert speeds == ["", ", 10 samples/s", ", 10 samples/s", "", ", 10 samples/s"]
 
 

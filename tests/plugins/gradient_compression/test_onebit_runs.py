@@ -188,9 +188,9 @@ def joined_late(kind: str, folder: Path) -> tuple[nn.Module, nn.Module]:
     Return the engine's model, which is resumed from a checkpoint on its way, and the other one.
     """
     torch.manual_seed(0)
-    plain, options = Branch().double(), {"lr": 0.01, "weight_decay": 0.0}
-    model = copy.deepcopy(plain)
-    cls = OneBitLamb if kind == "OneBitLamb" else torch.optim.AdamW
+    plain = Branch().double()
+    model, options = copy.deepcopy(plain), {"lr": 0.01, "weight_decay": 0.0}
+    cls: Any = OneBitLamb if kind == "OneBitLamb" else torch.optim.AdamW
     alone: list[tuple[nn.Parameter, Any]] = [(p, cls([p], **options)) for p in plain.parameters()]
     config = {"train_batch_size": BATCH, "optimizer": {"type": kind, "params": options}}
     engine = triax.initialize(model=copy.deepcopy(model), config=config)[0]
