@@ -530,7 +530,7 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, ConfiguredPipelineEngine):
 
     @property
     def _own_data(self) -> Iterator[Any] | None:
-        return self._mapped(super()._own_data)
+        return self._source(super()._own_data)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Take a step, as ``PipelineEngine.train_batch``."""
@@ -571,9 +571,7 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, ConfiguredPipelineEngine):
         return state if self.grid.rank == 0 else None
 
     def _source(self, data_iter: Iterator[Any] | None) -> Iterator[Any] | None:
-        return self._mapped(self._data if data_iter is None else data_iter)
-
-    def _mapped(self, source: Iterator[Any] | None) -> Iterator[Any] | None:
+        source = self._data if data_iter is None else data_iter
         return source if source is None or self._batch_fn is None else map(self._batch_fn, source)
 
 

@@ -75,8 +75,7 @@ class MfuMeter:
     def __init__(self, grid: Grid, peak: float, module: nn.Module, spans: Spans) -> None:
         self._grid, self.peak, self._module = grid, peak, module
         self.flops: float | None = None
-        self._forward_flops = 0  # of this rank
-        self._first = 0.0, 1  # FLOPs and samples of the first step
+        self._forward_flops, self._per_sample = 0, 0.0  # of this rank in the first step; of the whole model
         self._stop = spans.read(self._counting, "stage", "forward")
 
     def end_step(self, samples: int) -> None:
@@ -87,9 +86,8 @@ class MfuMeter:
         if self.flops is None:
             self._stop()
             (total,) = totals(self._grid, [float(self._forward_flops)])
-            self._first = 3.0 * total, samples
-        flops, counted = self._first
-        self.flops = flops * samples / counted
+            self._per_sample = 3.0 * total / samples
+        self.flops = self._per_sample * samples
 
     def utilization(self, seconds: float) -> float | None:
         """Return the MFU of a step that took so long; None if no FLOPs were counted."""

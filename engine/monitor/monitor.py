@@ -43,8 +43,7 @@ class Monitor:
         position: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
         self._writers = [(write, Records()) for write in writers]
-        self._print_every = print_every
-        self._mailbox, self._position = mailbox, position
+        self._print_every, self._mailbox, self._position = print_every, mailbox, position
         self._step = 0
         self.last: StepMetrics | None = None
         if self._writers and mailbox is not None:

@@ -55,11 +55,5 @@ class ClosedFormSchedule(LRScheduler):
         """
         torchs = "last_batch_iteration" not in state_dict
         self.last_epoch = state_dict["last_epoch"] if torchs else state_dict["last_batch_iteration"] + 1
-        self._step_count = self.last_epoch + 1
+        self._step_count = self.last_epoch + 2  # not 1: torch would warn of a step before the optimizer's
         self._last_lr = self.get_lr()
-
-    def set_rates(self) -> None:
-        """Give the parameter groups the next step's rates, by this schedule's arguments."""
-        self._step_count = 0  # so that torch does not warn of a step before the optimizer's
-        self.step(self.last_batch_iteration)
-        self._step_count = self.last_epoch + 1

@@ -295,7 +295,7 @@ def set_schedule(engine: Checkpointed, run: Mapping[str, Any]) -> list[str]:
         return [f"a {saved['type']} was saved, but the lr_scheduler is a {type(schedule).__name__}: it starts anew"]
     schedule.load_state_dict(decode(saved["state"]))
     if isinstance(schedule, ClosedFormSchedule):
-        schedule.set_rates()  # by its own arguments, which may have changed
+        schedule.step(schedule.last_batch_iteration)  # rates of its own arguments, which may have changed
     else:
         _set_options(engine, run, ("lr", "initial_lr", "betas", "momentum").__contains__)  # what schedules set
     if engine.optimizer is not None:

@@ -235,8 +235,9 @@ def test_a_schedule_that_holds_a_closed_form_goes_on(outer: str, recursive: tupl
     for order in (1, -1):
         again = optimizer()
         second = make(again)
-        for part, state in [*zip((again, second), states, strict=True)][::order]:
-            part.load_state_dict(state)
+        loads: list[Any] = [again.load_state_dict, second.load_state_dict]
+        for load, state in [*zip(loads, states, strict=True)][::order]:
+            load(state)
         for number in range(6, 10):
             assert [group["lr"] for group in again.param_groups] == pytest.approx(rates[number], rel=1e-10)
             again.step()

@@ -125,8 +125,7 @@ class OneBitLamb(OneBit):
         momenta of this step and the step before. ``divisor`` is the root of the frozen variance plus eps.
         """
         first, second = group["betas"]
-        before = self._momenta.pop(p)
-        gradient = (state["exp_avg"] - first * before).div_(1 - first)
+        gradient = (state["exp_avg"] - first * self._momenta.pop(p)).div_(1 - first)
         if "exp_avg_sq_fresh" not in state:
             state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
         fresh = state["exp_avg_sq_fresh"].mul_(second).addcmul_(gradient, gradient, value=1 - second)

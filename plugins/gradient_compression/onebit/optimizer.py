@@ -113,7 +113,7 @@ class OneBit(torch.optim.Optimizer):
         return parameter
 
     def _summed(self, step: int) -> bool:
-        return step <= int(self.defaults["freeze_step"])
+        return self._variance_updates(step) > self._variance_updates(step - 1)
 
     def _begin(self, p: Tensor) -> State:
         """Return the state with which a parameter begins."""
