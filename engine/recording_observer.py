@@ -130,7 +130,7 @@ class RecordingObserver(StepObserver):
             float(loss)  # on a GPU this waits for the step
         seconds = time.perf_counter() - self._began
         if self.mfu is not None:
-            self.mfu.end_step()
+            self.mfu.end_step(engine.batch.train)
         due = options.monitored and options.histograms.due(engine.global_steps)
         histograms = parameter_histograms(engine.data_axis, grid, options.histograms.bins) if due else {}
         self._write_metrics(loss, self._timings(seconds) if self.monitor.enabled else {}, histograms)
@@ -325,7 +325,7 @@ def make_monitor(options: Monitoring, grid: Grid, engine: Any) -> Monitor:
         writers = make_writers(options) if first else []
     mailbox = grid.mailbox() if options.monitored else None
     every, position = options.print_every if first else None, lambda: (engine.global_steps, engine.global_samples)
-    return Monitor(writers, every, engine.batch.train, mailbox, position)
+    return Monitor(writers, every, mailbox, position)
 
 
 def _trace_file(options: Monitoring) -> Path:

@@ -392,11 +392,6 @@ class DeepSpeedEngine(DeepSpeedMembers, ConfiguredModuleEngine):
             allow_empty_entries(self.module)
         ModuleCalls(self.module, self)  # scripts call the module itself between the engine's calls, as DeepSpeed allows
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, as ``ModuleEngine.forward``."""
-        self.tput_timer.start()
-        return super().forward(*args, **kwargs)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context in which backward passes do not reduce gradients, as ``ModuleEngine.no_sync``."""
@@ -463,6 +458,10 @@ class DeepSpeedEngine(DeepSpeedMembers, ConfiguredModuleEngine):
             else:
                 self.module.load_state_dict(state_dict, strict=strict)
 
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        self.tput_timer.start()
+
     def module_called(self) -> None:
         """Begin the next step, if the last one has ended: the module is run in training."""
         if torch.is_grad_enabled() and self.module.training:
@@ -526,10 +525,12 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, ConfiguredPipelineEngine):
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Set a function that is applied to each microbatch that is read, and returns ``(inputs, labels)``."""
         self._batch_fn = fn
-        if self._own_data is not None:
-            self._own_data = map(fn, self._own_data)  # an iterator, as that
 
     _batch_fn: Callable[[Any], Any] | None = None
+
+    @property
+    def _own_data(self) -> Iterator[Any] | None:
+        return self._source(super()._own_data)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Take a step, as ``PipelineEngine.train_batch``."""

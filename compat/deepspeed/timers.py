@@ -124,8 +124,7 @@ class ThroughputTimer:
 
     def start(self) -> None:
         """Begin a microbatch, unless it has begun."""
-        if self._began is None:
-            self._began = time.perf_counter()
+        self._began = self._began or time.perf_counter()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """End a microbatch, and with ``global_step`` a step."""

@@ -60,28 +60,34 @@ def slowest_peak(grid: Grid, module: nn.Module) -> float | None:
 class MfuMeter:
     """Counter of the model's FLOPs in the first step, from which it gives the MFU of any step.
 
+    The FLOPs of later steps are in proportion to their samples.
+
     Args:
         grid: the ranks that compute the model.
         peak: TFLOP/s of one device.
-        module: only its forward passes in training mode count.
+        module: only its forward passes in training mode, and with a gradient, count.
         spans: the engine's stream.
 
     Attributes:
-        flops: FLOPs of the whole model in one step; None before the end of the first step.
+        flops: FLOPs of the whole model in the last step; None before the end of the first one.
     """
 
     def __init__(self, grid: Grid, peak: float, module: nn.Module, spans: Spans) -> None:
         self._grid, self.peak, self._module = grid, peak, module
         self.flops: float | None = None
-        self._forward_flops = 0  # of this rank
+        self._forward_flops, self._per_sample = 0, 0.0  # of this rank in the first step; of the whole model
         self._stop = spans.read(self._counting, "stage", "forward")
 
-    def end_step(self) -> None:
-        """After the first step, sum the FLOPs over all ranks and count no more. Collective then."""
+    def end_step(self, samples: int) -> None:
+        """After the first step, sum the FLOPs over all ranks and count no more. Collective then.
+
+        ``samples`` is the number of samples of the step that ends, over all replicas.
+        """
         if self.flops is None:
             self._stop()
             (total,) = totals(self._grid, [float(self._forward_flops)])
-            self.flops = 3.0 * total
+            self._per_sample = 3.0 * total / samples
+        self.flops = self._per_sample * samples
 
     def utilization(self, seconds: float) -> float | None:
         """Return the MFU of a step that took so long; None if no FLOPs were counted."""
@@ -89,7 +95,7 @@ class MfuMeter:
 
     @contextmanager
     def _counting(self, span: OpenSpan) -> Iterator[None]:
-        if not self._module.training:
+        if not (self._module.training and torch.is_grad_enabled()):
             yield
             return
         with FlopCounter() as counter:

@@ -28,7 +28,6 @@ class Monitor:
     Args:
         writers: called with every number.
         print_every: steps from one printed line to the next; None: nothing is printed.
-        batch: samples per step, over all replicas.
         mailbox: through which numbers of other ranks reach rank 0; None if nothing is written.
         position: returns the steps and samples so far, for ``log``.
 
@@ -40,20 +39,18 @@ class Monitor:
         self,
         writers: Sequence[Write] = (),
         print_every: int | None = None,
-        batch: int = 0,
         mailbox: Mailbox | None = None,
         position: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
         self._writers = [(write, Records()) for write in writers]
-        self._print_every, self._batch = print_every, batch
-        self._mailbox, self._position = mailbox, position
+        self._print_every, self._mailbox, self._position = print_every, mailbox, position
         self._step = 0
         self.last: StepMetrics | None = None
         if self._writers and mailbox is not None:
             received = weakref.finalize(self, _receive, mailbox, self._writers)  # what arrives after the last step
             # At exit Python calls the function registered last first: this one before wandb's, which ends its run.
             atexit.register(received)
-        self._since: tuple[int, float] | None = None  # the step and the time from which samples/s are measured
+        self._since: tuple[int, float] | None = None  # the samples and the time from which samples/s are measured
 
     @property
     def enabled(self) -> bool:
@@ -98,7 +95,7 @@ class Monitor:
         if due:
             show(self._line(metrics, now))
         if due or self._since is None:
-            self._since = metrics.step, now
+            self._since = metrics.samples, now
 
     def _write(self, events: list[Event]) -> None:
         _write_all(self._writers, events, self._step)
@@ -106,9 +103,8 @@ class Monitor:
     def _line(self, metrics: StepMetrics, now: float) -> str:
         rates = ", ".join(f"{lr:.4g}" for lr in metrics.lr)
         parts = [f"step {metrics.step}: loss {float(metrics.loss):.4f}", f"lr {rates}"]
-        if self._since is not None and now > self._since[1]:
-            samples = (metrics.step - self._since[0]) * self._batch
-            parts.append(f"{samples / (now - self._since[1]):.4g} samples/s")
+        if self._since is not None and metrics.samples > self._since[0] and now > self._since[1]:  # not after a rewind
+            parts.append(f"{(metrics.samples - self._since[0]) / (now - self._since[1]):.4g} samples/s")
         parts += numbers_in_words(metrics.metrics)
         if metrics.loss_scale is not None:
             parts.append(f"loss scale {metrics.loss_scale:g}, {metrics.skipped_steps} steps skipped")

@@ -48,11 +48,12 @@ class ClosedFormSchedule(LRScheduler):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the saved step: the parameter groups get the next step's rates, by this schedule's arguments.
+        """Continue after the saved step. The parameter groups keep their rates, as under torch's schedules.
 
+        So the rates are those of the optimizer's state, also where another schedule holds this one and has set them.
         ``state_dict`` may be of a schedule of torch, which has ``last_epoch``.
         """
-        self._step_count = 0  # so that torch does not warn of a step before the optimizer's
         torchs = "last_batch_iteration" not in state_dict
-        self.step(state_dict["last_epoch"] - 1 if torchs else state_dict["last_batch_iteration"])
-        self._step_count = self.last_epoch + 1
+        self.last_epoch = state_dict["last_epoch"] if torchs else state_dict["last_batch_iteration"] + 1
+        self._step_count = self.last_epoch + 2  # not 1: torch would warn of a step before the optimizer's
+        self._last_lr = self.get_lr()

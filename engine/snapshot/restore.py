@@ -290,11 +290,13 @@ def set_schedule(engine: Checkpointed, run: Mapping[str, Any]) -> list[str]:
     schedule, saved = engine.lr_scheduler, run.get("lr_scheduler")
     if schedule is None or saved is None:
         return [] if schedule is None else ["no lr_scheduler was saved: this one starts from its first step"]
-    closed = isinstance(schedule, ClosedFormSchedule)
-    if saved["type"] not in (type(schedule).__name__, *(schedule.former if closed else ())):
+    former = schedule.former if isinstance(schedule, ClosedFormSchedule) else ()
+    if saved["type"] not in (type(schedule).__name__, *former):
         return [f"a {saved['type']} was saved, but the lr_scheduler is a {type(schedule).__name__}: it starts anew"]
     schedule.load_state_dict(decode(saved["state"]))
-    if not closed:  # the groups have a closed form's rates already: those of its own arguments, which may have changed
+    if isinstance(schedule, ClosedFormSchedule):
+        schedule.step(schedule.last_batch_iteration)  # rates of its own arguments, which may have changed
+    else:
         _set_options(engine, run, ("lr", "initial_lr", "betas", "momentum").__contains__)  # what schedules set
     if engine.optimizer is not None:
         follow(schedule, engine.optimizer)

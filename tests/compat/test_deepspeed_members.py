@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import importlib
 import weakref
@@ -407,3 +408,47 @@ def test_a_dropped_deepspeed_engine_is_freed_at_once() -> None:
     freed = watched() is None
     gc.enable()
     assert freed
+
+
+def test_an_evaluation_takes_no_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    engine: Any = deepspeed.initialize(model=nn.Linear(2, 1), config=config("SGD", 2, 2))[0]
+    x = torch.ones(2, 2)
+
+    def run(module: Any, seconds: float) -> Tensor:
+        loss: Tensor = module(x).sum()
+        now[0] += seconds
+        return loss
+
+    for step in range(4):
+        with torch.no_grad():
+            run(engine, 100.0)
+        engine.eval()
+        run(engine, 100.0)
+        if step != 3:  # in eval mode the backward pass begins the microbatch
+            engine.train()
+        for _ in range(2):
+            engine.backward(run(engine, 0.5))
+            now[0] += 0.25
+            engine.step()
+    assert engine.tput_timer.global_step_count == 4 and engine.tput_timer.total_elapsed_time == 2 * 0.75 + 2 * 0.25
+
+
+def test_a_later_batch_fn_replaces_the_earlier_one() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(2, 1).double()
+    model = PipelineModule(layers=[copy.deepcopy(plain)], loss_fn=nn.MSELoss(), num_stages=1)
+    data = torch.utils.data.TensorDataset(torch.ones(4, 2, dtype=torch.float64), torch.ones(4, 1, dtype=torch.float64))
+    settings = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}}
+    engine: Any = deepspeed.initialize(model=model, config=settings, training_data=data)[0]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for factor in (10.0, 3.0, 0.5):
+        engine.set_batch_fn(lambda batch, factor=factor: (batch[0] * factor, batch[1]))
+        engine.train_batch()
+        optimizer.zero_grad()
+        x = torch.ones(4, 2, dtype=torch.float64)
+        nn.functional.mse_loss(plain(x * factor), x[:, :1]).backward()
+        optimizer.step()
+    for mine, theirs in zip(engine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -205,6 +206,7 @@ def test_a_schedule_goes_on_where_another_was(case: int) -> None:
         over.step()
         first.step()
     assert first.state_dict() == {"last_batch_iteration": 122}
+    again.load_state_dict(over.state_dict())
     second.load_state_dict(first.state_dict())
     for _ in range(50):
         assert [g["lr"] for g in again.param_groups] == [g["lr"] for g in over.param_groups]
@@ -214,6 +216,37 @@ def test_a_schedule_goes_on_where_another_was(case: int) -> None:
             schedule.step()
     late = make_late(name, {**params, "last_batch_iteration": 172})
     assert late == [g["lr"] for g in over.param_groups]
+
+
+RECURSIVE = [("CosineAnnealingLR", {"T_max": 10}), ("ExponentialLR", {"gamma": 0.9}), ("StepLR", {"step_size": 2})]
+
+
+@pytest.mark.parametrize("recursive", RECURSIVE, ids=str)
+@pytest.mark.parametrize("outer", ["SequentialLR", "ChainedScheduler"])
+def test_a_schedule_that_holds_a_closed_form_goes_on(outer: str, recursive: tuple[str, dict[str, Any]]) -> None:
+    """Either state is loaded first: rates go on as in the run that was not interrupted."""
+    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 1.0, "warmup_num_steps": 3, "warmup_type": "linear"}}
+    parts = {"schedulers": [warmup, {"type": recursive[0], "params": recursive[1]}]}
+    make = schedulers.make_scheduler(outer, parts | ({"milestones": [3]} if outer == "SequentialLR" else {}))
+    over = optimizer()
+    first = make(over)
+    rates = []
+    for number in range(10):
+        if number == 6:
+            states = copy.deepcopy((over.state_dict(), first.state_dict()))
+        rates.append([group["lr"] for group in over.param_groups])
+        over.step()
+        first.step()
+    for order in (1, -1):
+        again = optimizer()
+        second = make(again)
+        loads: list[Any] = [again.load_state_dict, second.load_state_dict]
+        for load, state in [*zip(loads, states, strict=True)][::order]:
+            load(state)
+        for number in range(6, 10):
+            assert [group["lr"] for group in again.param_groups] == pytest.approx(rates[number], rel=1e-10)
+            again.step()
+            second.step()
 
 
 def make_late(name: str, params: dict[str, Any]) -> list[float]:

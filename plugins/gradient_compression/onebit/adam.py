@@ -52,7 +52,7 @@ class OneBitAdam(OneBit):
         super().__init__(params, {**options, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _move(self, p: Tensor, state: State, group: State, step: int, local: LocalValue | None) -> None:
-        self._adamw(p, state, group, step, min(step, self.defaults["freeze_step"]))
+        self._adamw(p, state, group)
 
 
 class ZeroOneAdam(OneBit):
@@ -107,7 +107,7 @@ class ZeroOneAdam(OneBit):
         """
         kappa = int(self.defaults["var_update_scaler"])
         past = min(step, int(self.defaults["var_freeze_step"])) - 1
-        doublings = (past // kappa + 1).bit_length() - 1
+        doublings = max(past // kappa + 1, 1).bit_length() - 1
         within = past - kappa * (2**doublings - 1)
         taken = kappa * doublings + within // 2**doublings + 1
         return taken, within % 2**doublings == 0 and step - 1 == past
@@ -135,7 +135,8 @@ class ZeroOneAdam(OneBit):
         if "moved" in state:
             state.setdefault("anchor", parameter.detach().clone())
             group = next(g for g in self.param_groups if any(parameter is p for p in g["params"]))
-            self._place(parameter, state, state["moved"], denominator(state["exp_avg_sq"], group, self._taken(state)))
+            updates = state.get("variance_updates", self._variance_updates(int(state["step"])))
+            self._place(parameter, state, state["moved"], denominator(state["exp_avg_sq"], group, updates))
 
     def rejoin(self, parameter: Tensor) -> None:
         """Drop the local updates of a parameter, whose value is now equal on all replicas."""
@@ -147,11 +148,8 @@ class ZeroOneAdam(OneBit):
         anchor: Tensor = self.state.get(parameter, {}).get("anchor", parameter)
         return anchor
 
-    def _taken(self, state: State) -> int:
-        return self.updates(int(state["step"]))[0]
-
-    def _summed(self, step: int) -> bool:
-        return self.updates(step)[1]
+    def _variance_updates(self, step: int) -> int:
+        return self.updates(step)[0]
 
     def _pending(self, state: State) -> bool:
         return "moved" in state
@@ -159,6 +157,7 @@ class ZeroOneAdam(OneBit):
     def _collect(self, p: Tensor, g: Tensor, state: State, group: State, step: int) -> LocalValue | None:
         if self._summed(step):
             return super()._collect(p, g, state, group, step)
+        self._count(state, step)
         first = group["betas"][0]
         key, together = "exp_avg", self.synchronizes(step)
         if not together or "local_avg" in state:
@@ -168,7 +167,7 @@ class ZeroOneAdam(OneBit):
                 state[key] = state.pop("exp_avg")
         alive = local_momentum(state[key], g, state["exp_avg_sq"], first)
         # u, and what it is the momentum times: all the rates since the last synchronization.
-        rate = group["lr"] / corrected(first, step, group["bias_correction"])
+        rate = group["lr"] / corrected(first, state["updates"], group["bias_correction"])
         shrink = 1 - group["lr"] * group["weight_decay"]
         if "moved" in state:
             moved = state["moved"].mul_(shrink).add_(state[key], alpha=rate)
@@ -178,15 +177,14 @@ class ZeroOneAdam(OneBit):
         if not together:
             state["moved"] = moved
             return None
-        if state["rates"] == 0:  # nothing moved, so only the momentum itself can tell its mean
-            return LocalValue(p, state[key], alive, exact=True)
-        return LocalValue(p, moved, alive, exact=False)
+        exact = state["rates"] == 0  # nothing moved, so only the momentum itself can tell its mean
+        return LocalValue(p, state[key] if exact else moved, alive, exact)
 
     def _move(self, p: Tensor, state: State, group: State, step: int, local: LocalValue | None) -> None:
         if self._summed(step):
-            self._adamw(p, state, group, step, self._taken(state))
+            self._adamw(p, state, group)
             return
-        divisor = denominator(state["exp_avg_sq"], group, self._taken(state))
+        divisor = denominator(state["exp_avg_sq"], group, state["variance_updates"])
         if local is None:
             if "anchor" not in state:
                 state["anchor"] = p.detach().clone()
@@ -200,8 +198,7 @@ class ZeroOneAdam(OneBit):
             # The mean momentum follows from the mean of u.
             state["exp_avg"] = torch.div(local.value, state["rates"], out=state.get("exp_avg", momentum))
             self._place(p, state, local.value, divisor)
-        for key in _LOCAL:
-            state.pop(key, None)
+        self.rejoin(p)
 
     @staticmethod
     def _place(p: Tensor, state: State, moved: Tensor, divisor: Tensor) -> None:

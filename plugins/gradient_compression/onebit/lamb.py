@@ -75,9 +75,8 @@ class OneBitLamb(OneBit):
         return super()._collect(p, g, state, group, step)
 
     def _move(self, p: Tensor, state: State, group: State, step: int, local: LocalValue | None) -> None:
-        frozen = min(step, int(self.defaults["freeze_step"]))
-        divisor = denominator(state["exp_avg_sq"], group, frozen)
-        rate = 1 / corrected(group["betas"][0], step, group["bias_correction"])
+        divisor = denominator(state["exp_avg_sq"], group, state["variance_updates"])
+        rate = 1 / corrected(group["betas"][0], state["updates"], group["bias_correction"])
         update = state["exp_avg"] * rate / divisor
         small = _norm(p, update)
         update.add_(p, alpha=group["weight_decay"])
@@ -85,7 +84,7 @@ class OneBitLamb(OneBit):
             coefficient = self._trust(p, update, group)
             self._average(state, coefficient, group)
         else:
-            factor = self._factor(p, state, group, step, divisor)
+            factor = self._factor(p, state, group, divisor)
             if group["weight_decay"]:
                 # As in the authors' code: only the part of the update that is not decay depends on the variance.
                 part = (small / _norm(p, update)).nan_to_num(1.0).clamp(max=1.0)
@@ -119,19 +118,18 @@ class OneBitLamb(OneBit):
             return 0.0
         return state["coeff"] / state["coeff_weight"] if group["bias_correction"] else state["coeff"]
 
-    def _factor(self, p: Tensor, state: State, group: State, step: int, divisor: Tensor) -> Tensor:
+    def _factor(self, p: Tensor, state: State, group: State, divisor: Tensor) -> Tensor:
         """Return the factor of the coefficient: the largest ratio, over the elements, of two roots of variances.
 
         One variance is frozen since the warm-up. The other is still updated, with a gradient that is computed from the
         momenta of this step and the step before. ``divisor`` is the root of the frozen variance plus eps.
         """
         first, second = group["betas"]
-        before = self._momenta.pop(p)
-        gradient = (state["exp_avg"] - first * before).div_(1 - first)
+        gradient = (state["exp_avg"] - first * self._momenta.pop(p)).div_(1 - first)
         if "exp_avg_sq_fresh" not in state:
             state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
         fresh = state["exp_avg_sq_fresh"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        ratio = (divisor / denominator(fresh, group, step)).mul_(state["exp_avg_sq"].sign())
+        ratio = (divisor / denominator(fresh, group, state["updates"])).mul_(state["exp_avg_sq"].sign())
         dims = _within_a_layer(p)
         if not ratio.numel():
             return divisor.new_ones(())

@@ -113,11 +113,11 @@ class OneBit(torch.optim.Optimizer):
         return parameter
 
     def _summed(self, step: int) -> bool:
-        return step <= int(self.defaults["freeze_step"])
+        return self._variance_updates(step) > self._variance_updates(step - 1)
 
     def _begin(self, p: Tensor) -> State:
         """Return the state with which a parameter begins."""
-        return {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        return {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p), "updates": 0, "variance_updates": 0}
 
     def _pending(self, state: State) -> bool:
         """Return True if the parameter must be stepped even without a gradient in this step; ``state`` is its state."""
@@ -132,6 +132,7 @@ class OneBit(torch.optim.Optimizer):
             group: the options of its parameter group.
             step: number of this step, from 1.
         """
+        self._count(state, step)
         first, second = group["betas"]
         if not self._summed(step):
             alive = local_momentum(state["exp_avg"], g, state["exp_avg_sq"], first)
@@ -140,15 +141,27 @@ class OneBit(torch.optim.Optimizer):
         state["exp_avg_sq"].mul_(second).addcmul_(g, g, value=1 - second)
         return None
 
+    def _count(self, state: State, step: int) -> None:
+        """Count this step's updates of a parameter's moments, which correct their bias: some steps may leave it out.
+
+        Checkpoints of older versions lack the counts: then each step so far counts.
+        """
+        state["updates"] = state.get("updates", step - 1) + 1
+        state["variance_updates"] = state.get("variance_updates", self._variance_updates(step - 1)) + self._summed(step)
+
+    def _variance_updates(self, step: int) -> int:
+        """Return the number of steps up to this one that update variances."""
+        return min(step, int(self.defaults["freeze_step"]))
+
     def _move(self, p: Tensor, state: State, group: State, step: int, local: LocalValue | None) -> None:
         """Update a parameter from its optimizer state and the value averaged over the replicas."""
         raise NotImplementedError
 
-    def _adamw(self, p: Tensor, state: State, group: State, step: int, updates: int) -> None:
-        """Update a parameter as AdamW does, with a variance that had ``updates`` updates."""
-        rate = group["lr"] / corrected(group["betas"][0], step, group["bias_correction"])
+    def _adamw(self, p: Tensor, state: State, group: State) -> None:
+        """Update a parameter as AdamW does."""
+        rate = group["lr"] / corrected(group["betas"][0], state["updates"], group["bias_correction"])
         p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.addcdiv_(state["exp_avg"], denominator(state["exp_avg_sq"], group, updates), value=-rate)
+        p.addcdiv_(state["exp_avg"], denominator(state["exp_avg_sq"], group, state["variance_updates"]), value=-rate)
 
 
 def local_momentum(momentum: Tensor, g: Tensor, variance: Tensor, beta: float) -> Tensor:
@@ -164,6 +177,6 @@ def corrected(beta: float, updates: int, wanted: bool) -> float:
 
 
 def denominator(variance: Tensor, group: State, updates: int) -> Tensor:
-    """Return sqrt(variance / correction) + eps."""
-    correction = corrected(group["betas"][1], updates, group["bias_correction"])
+    """Return sqrt(variance / correction) + eps. Without an update the variance is 0, and so not corrected."""
+    correction = corrected(group["betas"][1], max(updates, 1), group["bias_correction"])
     return variance.sqrt().div_(math.sqrt(correction)).add_(group["eps"])

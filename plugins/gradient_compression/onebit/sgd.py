@@ -47,9 +47,7 @@ class OneBitSGD(OneBit):
         return {"momentum_buffer": torch.zeros_like(p)}
 
     def _collect(self, p: Tensor, g: Tensor, state: State, group: State, step: int) -> LocalValue | None:
-        if self._summed(step):
-            return None
-        return LocalValue(p, g.clone(), torch.ones_like(g), exact=False)
+        return None if self._summed(step) else LocalValue(p, g.clone(), torch.ones_like(g), exact=False)
 
     def _move(self, p: Tensor, state: State, group: State, step: int, local: LocalValue | None) -> None:
         gradient = p.grad if local is None else local.value

@@ -155,3 +155,42 @@ def test_json_lines_begin_anew_with_step_1_and_go_on_with_any_other(tmp_path: Pa
     assert [r["step"] for r in rows()] == [1, 2, 3]
     json_writer(tmp_path)([("a", 4.0, 8)], 1)
     assert [r["a"] for r in rows()] == [4.0]
+
+
+def test_the_printed_speed_follows_the_batch_and_no_rewind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    batch, monitor = triax.Batch(size=4, microbatch=2), triax.Monitoring(print_every=1)
+    engine: Any = triax.Engine(
+        nn.Linear(2, 1), optimizer=partial(torch.optim.SGD, lr=0.0), batch=batch, monitor=monitor
+    )
+    for samples, position in ((4, None), (4, None), (16, None), (2, (2, 8)), (4, None)):
+        engine.set_batch_size(samples)
+        if position is not None:
+            engine.set_position(*position)  # as a load of an earlier step does
+        now[0] += samples / 10
+        for _ in range(samples // 2):
+            engine.backward(engine(torch.ones(2, 2)).sum())
+            engine.step()
+    speeds = [line.partition("lr 0")[2] for line in capsys.readouterr().out.splitlines()]
+    assert speeds == ["", ", 10 samples/s", ", 10 samples/s", "", ", 10 samples/s"]
+
+
+def test_flops_are_those_of_training_passes_and_follow_the_batch(tmp_path: Path) -> None:
+    engine: Any = triax.Engine(
+        nn.Linear(64, 64),
+        optimizer=partial(torch.optim.SGD, lr=0.0),
+        batch=triax.Batch(size=4, microbatch=2),
+        monitor=triax.Monitoring(json=str(tmp_path), peak_tflops=1.0),
+    )
+    x = torch.ones(2, 64)
+    with torch.no_grad():
+        engine(x)  # a look at the outputs, without a step
+    for samples in (4, 16, 2):
+        engine.set_batch_size(samples)
+        for _ in range(samples // 2):
+            engine.backward(engine(x).sum())
+            engine.step()
+        assert engine.observer.mfu.flops == 3 * 2 * samples * 64 * 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from triax.base.errors import ConfigError
 from triax.compat.deepspeed.config.to_options import notes_of
 from triax.compat.deepspeed.configuration import read_config
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
-from triax.plugins.gradient_compression import OneBitAdam, ZeroOneAdam
+from triax.plugins.gradient_compression import OneBitAdam, OneBitLamb, ZeroOneAdam
 from triax.tensor_parallel import VocabParallelEmbedding
 from triax.zero import ShardedOptimizer
 
@@ -111,13 +112,13 @@ def overflowed() -> Any:
     engine = made((1, 2, 1), "OneBitAdam", fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
     for number in range(1, 7):
         step(engine, number)
-    before = {id(p): {k: v.clone() for k, v in s.items() if isinstance(v, Tensor)} for p, s in _states(engine)}
+    before = {id(p): copy.deepcopy(s) for p, s in _states(engine)}
     weights = engine.gather()
     x, y = share(7, engine.grid.data.rank, 2)
     scale = 1e5 if engine.grid.data.rank == 1 else 1.0  # one replica's gradients do not fit
     engine.train_batch(iter([(x.half(), y * scale)]))
     skipped = engine.skipped_steps
-    kept = all(torch.equal(v, before[id(p)][k]) for p, s in _states(engine) for k, v in s.items() if v is not s["step"])
+    kept = all(bool((v == torch.as_tensor(before[id(p)][k])).all()) for p, s in _states(engine) for k, v in s.items())
     step(engine, 8)
     dtypes = {v.dtype for _, s in _states(engine) for v in s.values() if isinstance(v, Tensor)}
     after = engine.gather()
@@ -179,6 +180,41 @@ def test_what_has_no_gradient_on_any_replica_stands_still(ranks: Any, kind: str)
             assert still == {name: "never" in name or (number == 7 and "rare" in name) for name in still}
             if number == 7:
                 assert sum(stood) == 4 and len(stood) == 6
+
+
+def joined_late(kind: str, folder: Path) -> tuple[nn.Module, nn.Module]:
+    """Train a model whose layer joins after 10 steps and leaves again; and each parameter with an optimizer of its own.
+
+    Return the engine's model, which is resumed from a checkpoint on its way, and the other one.
+    """
+    torch.manual_seed(0)
+    plain = Branch().double()
+    model, options = copy.deepcopy(plain), {"lr": 0.01, "weight_decay": 0.0}
+    cls: Any = OneBitLamb if kind == "OneBitLamb" else torch.optim.AdamW
+    alone: list[tuple[nn.Parameter, Any]] = [(p, cls([p], **options)) for p in plain.parameters()]
+    config = {"train_batch_size": BATCH, "optimizer": {"type": kind, "params": options}}
+    engine = triax.initialize(model=copy.deepcopy(model), config=config)[0]
+    for number in range(1, 17):
+        (x, y), rare = share(number, 0, 1), number > 10 and number != 13
+        if number == 12:
+            engine.save_checkpoint(folder)
+            engine = triax.initialize(model=copy.deepcopy(model), config=config)[0]
+            engine.load_checkpoint(folder)
+        engine.backward((engine(x, rare) - y).square().mean())
+        engine.step()
+        (plain(x, rare) - y).square().mean().backward()
+        for p, optimizer in alone:
+            if p.grad is not None:
+                optimizer.step()
+                p.grad = None
+    return engine.module, plain
+
+
+@pytest.mark.parametrize("kind", [*PARAMS])
+def test_a_parameter_that_joins_late_has_its_own_bias_correction(kind: str, tmp_path: Path) -> None:
+    found, plain = joined_late(kind, tmp_path)
+    for mine, theirs in zip(found.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
 class Plain(nn.Module):
