@@ -31,6 +31,7 @@ from .lora_adapter import DEFAULT, Adapter, Adapters, named_in, set_of
 from .lora_layouts import AdaptedLinear, FactorLayouts
 from .quantized import code_layout, matrix_layout, quantize_layer
 
+Names = Mapping[str, tuple[str, ...]]
 MakeDropout = Callable[[float, Grid, bool, tuple[Tensor, int] | None], nn.Module]
 ALL_LINEAR = "all-linear"
 _HEAD = "lm_head"  # transformers' name of the output layer, which all-linear leaves out
@@ -112,7 +113,7 @@ def merge_adapters(model: Any) -> None:
 def add_adapters(
     model: Any,
     options: LoraOptions,
-    names: Mapping[str, tuple[str, ...]],
+    names: Names,
     grid: Grid,
     dropout: MakeDropout,
     name: str = DEFAULT,
@@ -152,12 +153,7 @@ def add_adapters(
 
 
 def plan_adapters(
-    model: Any,
-    options: LoraOptions,
-    names: Mapping[str, tuple[str, ...]],
-    grid: Grid,
-    name: str = DEFAULT,
-    axis: Axis | None = None,
+    model: Any, options: LoraOptions, names: Names, grid: Grid, name: str = DEFAULT, axis: Axis | None = None
 ) -> list[LayerChange]:
     """Return what ``add_adapters`` will do to this rank's layers, and change nothing. Collective.
 
@@ -204,7 +200,7 @@ def adapt(
     module: nn.Module,
     prefix: str,
     options: LoraOptions,
-    names: Mapping[str, tuple[str, ...]],
+    names: Names,
     grid: Grid,
     dropout: MakeDropout,
     name: str = DEFAULT,
@@ -267,12 +263,7 @@ class LayerChange:
 
 
 def _changes(
-    module: nn.Module,
-    prefix: str,
-    options: LoraOptions,
-    names: Mapping[str, tuple[str, ...]],
-    name: str,
-    axis: Axis,
+    module: nn.Module, prefix: str, options: LoraOptions, names: Names, name: str, axis: Axis
 ) -> tuple[set[str], list[LayerChange]]:
     """Return the targets that match, and what ``adapt`` will do to the layers; arguments as for ``adapt``.
 
@@ -293,8 +284,8 @@ def _changes(
         quantized = False
         if options.base is not None and is_linear(layer) and not last:
             weight = layer._parameters.get("weight")
-            if weight is not None and uses[id(weight)] == 1 and layout_of(weight).tie is None:
-                quantized = True
+            quantized = weight is not None and uses[id(weight)] == 1 and layout_of(weight).tie is None
+            if weight is not None and quantized:
                 code_layout(options.base, matrix_layout(weight, own, is_transposed(layer)), axis)
         chosen: list[str | None] = []
         for part in parts:
@@ -324,13 +315,7 @@ def _add_update(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
 
 
 def _add_set(
-    change: LayerChange,
-    options: LoraOptions,
-    grid: Grid,
-    dropout: MakeDropout,
-    name: str,
-    active: bool,
-    axis: Axis,
+    change: LayerChange, options: LoraOptions, grid: Grid, dropout: MakeDropout, name: str, active: bool, axis: Axis
 ) -> None:
     """Add a set of adapters to one layer.
 

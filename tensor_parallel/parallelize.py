@@ -241,8 +241,7 @@ def _layouts(layer: Any, style: Style | None, axis: Axis) -> dict[str, Layout]:
         return whole
     if isinstance(style, KeyValue) and style.kv_heads % axis.size:
         return whole
-    outputs = 1 if _conv1d(layer) else 0
-    weight = whole["weight"]
+    outputs, weight = 1 if _conv1d(layer) else 0, whole["weight"]
     if isinstance(style, (Vocab, OnEachHead)):
         return whole | {"weight": replace(weight, shard_dim=0)}
     if isinstance(style, OnAllHeads):
