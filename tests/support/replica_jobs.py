@@ -431,7 +431,7 @@ def whole_loss(batches: list[tuple[Tensor, Tensor]], kind: str) -> Tensor:
         return total / count
     terms = NamedLoss()(outputs, labels)
     (total, count), (odd, odd_count) = terms["ce"], terms["odd"]
-    return total / count + odd / odd_count + terms["size"]
+    return total / count + odd / odd_count.clamp(min=1) + terms["size"]  # a batch may have no odd label
 
 
 def require_equal(folder: Path, names: str, **job: Any) -> int:
