@@ -106,7 +106,7 @@ def test_fragments_are_one_processs(ranks: Any, stage: int, size: int) -> None:
 
 
 class Branches(nn.Module):
-    """Five layers, of which the loss uses the first two."""
+    """Five layers. The loss uses the first two."""
 
     def __init__(self) -> None:
         super().__init__()

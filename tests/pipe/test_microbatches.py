@@ -68,7 +68,7 @@ def require_gradients(engine: PipelineEngine, batch: list[tuple[Tensor, Tensor]]
 
 
 class Fails(Dataset[tuple[Tensor, Tensor]]):
-    """Samples of which the sixth to be read fails once."""
+    """Samples. The sixth one that is read fails once."""
 
     def __init__(self, fails: bool) -> None:
         self.left = 6 if fails else 0

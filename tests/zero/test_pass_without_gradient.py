@@ -18,7 +18,7 @@ X = torch.tensor([[1.0, -2.0], [3.0, 2.0]], dtype=torch.float64)  # numbers whos
 
 
 class Branches(nn.Module):
-    """Two linear layers, of which the outputs of some are added."""
+    """Two linear layers. ``used`` names those whose outputs are added."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ def plain_weight(replicas: int) -> Tensor:
 
 
 def weight(stage: Any, tensor: int, reduction: dict[str, Any], act: Callable[[Any], object]) -> Tensor:
-    """Train a norm whose gradient is a sum over the tensor ranks, each of which has a part of the tokens."""
+    """Train a norm. Each tensor rank has a part of the tokens, and the gradient is the sum over these ranks."""
     grid = triax.Grid(tensor=tensor, timeout=60)
     norm = RMSNorm(WIDTH, grid=grid, sequence_parallel=True).double()
     optimizer = triax.Optimizer("SGD", lr=0.1)

@@ -217,7 +217,8 @@ def test_no_other_call_undoes_what_was_written(ranks: Any, tmp_path: Path) -> No
 def refused(stage: int, how: str) -> str:
     grid = Grid(timeout=60)
     model = words(0.5 if how == "max_norm" else None)
-    engine = engine_of(model, stage, grid, **({} if how == "max_norm" else {"bf16": {"enabled": True}}))
+    more: dict[str, Any] = {} if how == "max_norm" else {"bf16": {"enabled": True}}
+    engine = engine_of(model, stage, grid, **more)
     if how == "data":
         step(engine, 0)
         model.linear.weight.data.clamp_(-LIMIT, LIMIT)
