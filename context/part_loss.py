@@ -64,8 +64,9 @@ def _share_and_count(loss: Tensor | tuple[Tensor, Tensor | float], axis: Axis, c
         total, count = sum_and_weight(loss, f"{call} was given", "pass")
         counts = torch.as_tensor(float(count), dtype=torch.float64, device=total.device).view(1)
         axis.all_reduce(counts)
+        number = float(counts)  # on a device, the one wait
         # Times 0, the sum keeps its graph: other replicas may communicate in its backward pass.
-        return total / counts[0].to(total.dtype) if counts else total * 0.0, float(counts)
+        return total / counts[0].to(total.dtype) if number else total * 0.0, number
     if axis.size > 1:
         raise AgreedError(
             f"the grid has context={axis.size}, so each rank has the loss of its part of the sequences, and {call} "

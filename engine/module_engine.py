@@ -566,14 +566,13 @@ class ModuleEngine(Engine):
         """Return ``state_dict()`` with unsharded weights, the buffers and any ``get_extra_state()``. Collective."""
         weights = self.gather()
         names = {parameter: layout.name for parameter, layout, _ in named_parameters(self.module)}
-        return {
-            key: weights[names[value]].clone()
-            if isinstance(value, nn.Parameter)
-            else value.detach().clone()
-            if isinstance(value, Tensor)
-            else value
-            for key, value in self.module.state_dict(keep_vars=True).items()
-        }
+        state: dict[str, Any] = self.module.state_dict(keep_vars=True)
+        for key, value in state.items():
+            if isinstance(value, nn.Parameter):
+                state[key] = weights[names[value]].clone()
+            elif isinstance(value, Tensor):
+                state[key] = value.detach().clone()
+        return dict(state)
 
     if not TYPE_CHECKING:
 

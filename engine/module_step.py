@@ -26,7 +26,7 @@ class MicrobatchCount:
         counted: the step ends after so many; otherwise with each ``step()``.
         foresees: a backward pass of the last microbatch is the step's last one, and may complete its reductions. If
             not, ``step()`` completes them.
-        said_last: what user code said about the present microbatch, in place of the count; None: nothing.
+        said_last: what user code last said of its microbatches, in place of the count; None: nothing.
         done: microbatches of this step that are done.
         in_no_sync: within ``no_sync``, where no gradients are reduced.
         in_update: ``step()`` changes the weights.

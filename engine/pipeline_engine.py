@@ -369,10 +369,12 @@ class PipelineEngine(Engine):
     @contextmanager
     def _unchanged_tied_buffers(self) -> Iterator[None]:
         """Refuse a program that changes a buffer of a tied layer of several ranks: the ranks' values would differ."""
-        sums = [int(checksum(layer.get_buffer(key))) for _, layer, key in self._tied_buffers]
+        before = [checksum(layer.get_buffer(key)) for _, layer, key in self._tied_buffers]
         yield
-        for (name, layer, key), before in zip(self._tied_buffers, sums, strict=True):
-            if int(checksum(layer.get_buffer(key))) != before:
+        after = [checksum(layer.get_buffer(key)) for _, layer, key in self._tied_buffers]
+        changes = (torch.stack(after) != torch.stack(before)).tolist() if after else []  # on a device, the one wait
+        for (name, *_), changed in zip(self._tied_buffers, changes, strict=True):
+            if changed:
                 raise RuntimeError(
                     f"{name} is a buffer of a tied layer that several pipe ranks run, and this step has changed it: "
                     "each rank would have values of its own. Give PipelineModule a partition with all uses of the "
