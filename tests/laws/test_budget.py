@@ -21,7 +21,7 @@ from support.import_reader import library  # found by the line above
 
 BUDGET = {
     "plugins": 9665,
-    "engine": 8456,
+    "engine": 8457,
     "models": 7651,
     "pipe": 7612,
     "compat": 7043,
@@ -36,7 +36,7 @@ BUDGET = {
     "inference": 1519,
     "testing": 1456,
     "base": 1428,
-    "context": 1387,
+    "context": 1388,
     "moe": 955,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
