@@ -10,6 +10,7 @@ from .base import Options, option
 
 # The stages in which an option acts, for options that do not act in all stages.
 _STAGES = {
+    "shard_size": (1, 2, 3),
     "reduce_scatter": (1, 2, 3),
     "reduce_each_microbatch": (2, 3),
     "allgather_partitions": (1, 2),
@@ -87,6 +88,13 @@ class Zero(Options):
         "What replicas shard. 0: nothing; 1: optimizer state; 2: gradients too; 3: weights too; auto: found with "
         "Tuning.",
     )
+    shard_size: int | None = option(
+        None,
+        "Stages 1 to 3: number of consecutive replicas (usually those of one host) that shard among themselves (HSDP). "
+        "Each such group holds a copy of the model: weights are gathered within a group, and gradients are summed "
+        "between groups. None: all replicas are one group.",
+        least=1,
+    )
     bucket_size: int = option(2**22, "Gradient elements per collective.", least=1)
     # Acts in zero/gradients.py, and in stage 3 in zero/layer_gather.py.
     overlap_comm: bool = option(True, "Overlap collectives with computation; False: wait for each collective.")
@@ -159,6 +167,12 @@ class Zero(Options):
 
     def check(self) -> None:
         """Check the options of ZeRO++ against the others."""
+        savings = ("quantized_weights", "quantized_frozen_weights", "quantized_gradients", "hpz_partition_size")
+        if self.shard_size is not None and (given := next((name for name in savings if self.changes(name)), None)):
+            raise refusal(
+                f"<shard_size> is {self.shard_size}, so that weights are gathered within a group of replicas, and "
+                f"<{given}> saves bytes of gathers and sums over all replicas: leave one of them out"
+            )
         if self.quantized_gradients and not self.reduce_scatter and self.stage:
             raise refusal(
                 "<quantized_gradients> is true and <reduce_scatter> is false, but quantized gradients are "

@@ -18,6 +18,7 @@ class ZeroOptions:
 
     Attributes:
         stage: ZeRO stage, 0 to 3.
+        shard_size: number of consecutive replicas that shard among themselves; None: all.
         weight_dtype: dtype of the parameters; None keeps the dtype of each.
         buffer_dtype: dtype of floating-point buffers; None: ``weight_dtype``, but for some names (``cast``).
         accumulation_dtype: dtype of gradients summed over microbatches, of master weights and of the optimizer's
@@ -46,6 +47,7 @@ class ZeroOptions:
     """
 
     stage: int = 0
+    shard_size: int | None = None
     weight_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     accumulation_dtype: torch.dtype | None = None

@@ -47,6 +47,7 @@ class Bucket(FlatWeights, ABC):
     begin_pass      a backward pass begins
     take_gradient   autograd has left a gradient in ``.grad``: it is moved
     start_reduction after a pass, or after the step's last one: zeros replace missing gradients, and the sum starts
+    sum_copies      after the step's last sum: the sums of other groups of replicas are added (``shard_size``)
     complete        all sums have ended
 
     Between two passes, and after the last one, ``GradientAccess`` calls ``discard``, ``put_back``, ``assign_gradient``,
@@ -63,7 +64,7 @@ class Bucket(FlatWeights, ABC):
         is_copied: True if the bucket copies the tensors that autograd makes; False if it takes the first one as its own
             memory, because one parameter fills it.
         communication_dtype: dtype in which gradients are summed over the replicas.
-        reduction: the reduce-scatter of gradients: ``axis``, or one that sends fewer bytes.
+        reduction: the reduce-scatter of gradients: ``shard_axis``, or one that sends fewer bytes.
         shown: the ``.grad`` of the parameters, and what user code has done to them.
     """
 
@@ -83,7 +84,8 @@ class Bucket(FlatWeights, ABC):
         self.reduces_every_backward = self.transient and options.reduce_every_backward
         self.direct = not self.reduces_every_backward and dtype == self.weights.dtype
         self.communication_dtype = (options.communication_dtype if flat.key.low_precision else None) or dtype
-        self.reduction: ReduceScatter = self.axis
+        self.reduction: ReduceScatter = self.shard_axis
+        self._copies_summed = False
         self._prescale, self._reduce_scatter = options.prescale, options.reduce_scatter
         self._sums_here = self.axis.size > 1 and options.exchange is None  # else a compressor does, or nothing is sent
         self.is_copied = len(self.members) > 1 or not self.trained
@@ -110,6 +112,7 @@ class Bucket(FlatWeights, ABC):
     def begin(self) -> None:
         """Begin a step with zero gradients. Gradients accumulate in the bucket again, even if ``.grad`` was set."""
         self.shown.begin()
+        self._copies_summed = False
 
     def target(self, parameter: Tensor) -> Tensor:
         """Return the view of ``gradients`` to which the caller adds a gradient of this parameter."""
@@ -222,7 +225,7 @@ class Bucket(FlatWeights, ABC):
         if factor != 1.0:
             self.owned_gradient.mul_(factor)
         if self.sharded:
-            self.axis.all_gather(buffer.flat, self.owned_gradient)
+            self.shard_axis.all_gather(buffer.flat, self.owned_gradient)
         self.shown.expose(self.gradient_of)
         for parameter in buffer.filled:
             if not buffer.views[parameter].any():  # nor has another replica a gradient
@@ -301,6 +304,21 @@ class Bucket(FlatWeights, ABC):
     def reopen(self, tensor_axis: Axis) -> None:
         """Let another backward pass of the step add to gradients that ``start_reduction`` has summed already."""
 
+    def sum_copies(self) -> Pending:
+        """Start summing the owned gradients of a step over the other groups of replicas. Collective over ``copies``.
+
+        Each group has summed its own. No effect if there is one group, or if it is done.
+        """
+        if self.copies is None or not self.sharded or self._copies_summed:
+            return Done()
+        self._copies_summed = True
+        own = self.owned_gradient
+        sent = own.to(self._device, self.communication_dtype)
+        pending = self.copies.all_reduce(sent, async_op=True)
+        if sent is own:
+            return pending
+        return Then(pending, lambda: self.memory.states.accumulate(own, sent, first=True))
+
     @abstractmethod
     def complete(self) -> None:
         """End the reductions of a step, with zeros for parameters that had no gradient."""
@@ -319,10 +337,10 @@ class Bucket(FlatWeights, ABC):
         """Return (start, stop, factor) of spans of the owned range, by which its elements count in the gradient norm.
 
         The factor is 0 or 1. Each element counts once. A replicated element counts on the first rank of the tensor
-        axis, a tied element on the first stage of the tie, and in stage 0 every element counts on the first replica.
+        axis, a tied element on the first stage of the tie, and an element that several replicas own on the first one.
         Elements that do not count are still read and multiplied by 0, so that an overflow on any rank is detected.
         """
-        if not (self.trained and self.counted and (self.sharded or self.axis.is_first)):
+        if not (self.trained and self.counted and self.counts):
             return []
         first = self.owned[0]
         spans = [(self.flat.span(run, *self.owned), run == SHARDED or grid.tensor.is_first) for run in RUNS]
@@ -334,7 +352,8 @@ class Bucket(FlatWeights, ABC):
         if self.sharded and self._reduce_scatter:
             own = torch.empty(self.owned_numel, dtype=self.communication_dtype, device=self._device)
             return own, self.reduction.reduce_scatter(own, sent, async_op=True)
-        return sent[slice(*self.owned)], self.axis.all_reduce(sent, async_op=True)
+        ranks = self.shard_axis if self.sharded else self.axis
+        return sent[slice(*self.owned)], ranks.all_reduce(sent, async_op=True)
 
     def _made_buffer(self) -> GradientBuffer:
         """Return the buffer of ``gradients``; make it if there is none."""

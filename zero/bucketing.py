@@ -13,6 +13,7 @@ from .bucket import Bucket
 from .flat import PARTIAL, REPLICATED, SHARDED, Item, plan, rules_of_size
 from .managed import BucketKey, ManagedParameter
 from .offload import OffloadMemory
+from .shard_groups import shards
 from .summed_buckets import TransientBucket, WholeBucket
 
 # Ends of the names of buffers that are not cast.
@@ -48,7 +49,7 @@ def make_buckets(
             _refuse_real_parts(member, options)
         layout = member.layout
         replicas = layout.replicas if grid.expert.size > 1 else "data_context"
-        shards = grid.axis(replicas).size
+        ranks, size_of_group = grid.axis(replicas).size, shards(grid, replicas, options.shard_size)
         if replicas == "expert_data" and (options.exchange is not None or options.zeropp is not None):
             raise ValueError(
                 f"{layout.name} holds experts, which are spread over the {grid.expert.size} ranks of the expert axis, "
@@ -64,7 +65,7 @@ def make_buckets(
             number,
             size,
             threshold=options.persistence_threshold if options.stage == 3 else 0,
-            nothing_sent=shards == 1 and not options.offload.portions,
+            nothing_sent=ranks == 1 and not options.offload.portions,
         )
         key = BucketKey(
             stages=member.stages,
@@ -78,11 +79,11 @@ def make_buckets(
             own_bucket=own_bucket,
             replicas=replicas,
         )
-        items.append(Item(number, member.parameter.numel(), run, key, size, shards))
+        items.append(Item(number, member.parameter.numel(), run, key, size, size_of_group))
     buckets: list[Bucket] = []
     for flat in plan(items, capacity):
         assert isinstance(flat.key, BucketKey)
-        sharded = options.sharding(grid.axis(flat.key.replicas).size) >= 2 and flat.key.tie is None
+        sharded = options.sharding(flat.shards) >= 2 and flat.key.tie is None
         kind = TransientBucket if sharded else WholeBucket
         buckets.append(kind(flat, members, grid, options, memory))
     return buckets

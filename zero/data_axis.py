@@ -38,6 +38,7 @@ from .offload import OffloadMemory, placed_on_all_ranks
 from .optimizer_kinds import choose_stepper
 from .range_stepper import OptimizerFactory, publish
 from .released_parameter import pickle_error
+from .shard_groups import shard_group
 from .used_parameters import UsedParameters
 from .written_weights import WrittenWeights
 
@@ -102,6 +103,8 @@ class ZeroDataAxis:
             parameter.triax_name = f"{member.layout.name or 'a parameter'} of {tuple(parameter.shape)}"  # for errors
             set_released(parameter, False)
 
+        for replicas in ("data_context", "expert_data"):  # on all ranks, whatever their stages hold
+            shard_group(grid, replicas, options.shard_size)
         with placed_on_all_ranks(grid, options.offload):
             self.memory = OffloadMemory(options.offload, grid.device)
             self.buckets = make_buckets(members, grid, options, capacity, self.memory)
@@ -135,7 +138,7 @@ class ZeroDataAxis:
         if partitioned:
             return ParameterGatherer(partitioned, grid, order, self.options, keep, self.reducer, names)
         if self.options.stage == 3:
-            axes, _ = gather_axes(grid)
+            axes, _ = gather_axes(grid, self.options.shard_size)
             if self.options.zeropp is not None:
                 self.options.zeropp.gather_routes([], axes[grid.data_context.name], grid)
         return None
@@ -325,7 +328,7 @@ class ZeroDataAxis:
             whole = owned
             if bucket.sharded:
                 whole = owned.new_empty(bucket.flat.numel)
-                bucket.axis.all_gather(whole, owned.contiguous())
+                bucket.shard_axis.all_gather(whole, owned.contiguous())
             self.memory.evict(bucket.owned_gradient)
             for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
                 yield member, whole[slot.start : slot.stop].view(member.parameter.shape)

@@ -23,6 +23,7 @@ from .managed import BucketKey, ManagedParameter, set_released
 from .offload import OffloadMemory
 from .protocols import AllGather
 from .released_parameter import ReleasedParameter
+from .shard_groups import shard_group
 
 
 class FlatWeights:
@@ -41,7 +42,8 @@ class FlatWeights:
         flat, memory: as given.
         members: the parameters of this bucket, in the order of ``flat.slots``.
         stages, layers, tie, counted, group, replicas: of ``BucketKey``.
-        axis: the axis over which the weights are replicated, which ZeRO shards.
+        axis: the axis over which the parameters are replicated.
+        shard_axis, copies: the ranks of it that shard them, and those that hold the same shards; see ``ShardGroup``.
         weights: (numel,), padded with zeros. In stage 3 its storage is empty while it is released.
         owned: start and stop of the range whose optimizer state this rank holds; everything, in stage 0.
         shard: the owned weights, which are a view of ``weights``, or in stage 3 a separate tensor.
@@ -68,12 +70,13 @@ class FlatWeights:
         self.stages, self.layers, self.tie = key.stages, key.layers, key.tie
         self.counted, self.group, self.replicas = key.counted, key.group, key.replicas
         self.axis, self._device = grid.axis(key.replicas), grid.device
+        self.shard_axis, self.copies = shard_group(grid, key.replicas, options.shard_size)
         self._allgather_partitions = options.allgather_partitions
         numbers = key.dtype.is_floating_point or key.dtype.is_complex
         dtype = options.weight_dtype if numbers and options.weight_dtype else key.dtype
         self._accumulation_dtype = options.accumulation_dtype if numbers and options.accumulation_dtype else dtype
-        stage = options.sharding(self.axis.size)
-        self.owned = flat.owned(self.axis.rank) if stage > 0 else (0, flat.numel)
+        stage = options.sharding(self.shard_axis.size)
+        self.owned = flat.owned(self.shard_axis.rank) if stage > 0 else (0, flat.numel)
         self.weights = torch.empty(flat.numel, dtype=dtype, device=grid.device)
         self.released = self.partitioned = stage == 3 and not key.persistent  # nothing is whole until it is gathered
         if self.released:
@@ -112,6 +115,12 @@ class FlatWeights:
     def sharded(self) -> bool:
         """True if this rank owns a part of the bucket only."""
         return self.owned != (0, self.flat.numel)
+
+    @property
+    def counts(self) -> bool:
+        """True if this rank, of those with equal owned ranges, counts them in norms and histograms."""
+        ranks = self.copies if self.sharded else self.axis
+        return ranks is None or ranks.is_first
 
     @property
     def owned_numel(self) -> int:
@@ -189,9 +198,9 @@ class FlatWeights:
         if self.released or not self.sharded:
             return None
         if not self._allgather_partitions:
-            ranges = self.weights.view(self.axis.size, -1)
-            return All([self.axis.broadcast(part, source, async_op=True) for source, part in enumerate(ranges)])
-        return self.axis.all_gather(self.weights, self.shard.to(self._device), async_op=True)
+            ranges = self.weights.view(self.shard_axis.size, -1)
+            return All([self.shard_axis.broadcast(part, source, async_op=True) for source, part in enumerate(ranges)])
+        return self.shard_axis.all_gather(self.weights, self.shard.to(self._device), async_op=True)
 
     @torch.no_grad()
     def take_written(self, spans: Sequence[tuple[int, int]]) -> None:

@@ -90,8 +90,10 @@ class GradientReducer:
         tie_axes: for each tie, the ranks that hold it; None for ties that need no message here.
         options: what ZeRO does.
 
-    A step's state, from ``begin``: reductions in flight (``_pending``); of each bucket that is reduced once a step, the
-    stages whose REDUCE is still to come (``_stages_left``); the backward pass that reduces (``_running``); of each
+    A step's state, from ``begin``: reductions in flight, and the buckets whose last one of the step they are
+    (``_pending``); of each bucket that is reduced once a step, the
+    stages whose REDUCE is still to come (``_stages_left``); the backward pass that reduces (``_running``), and True if
+    it is its stage's last one (``_in_last``); of each
     stage, parameters of direct buckets whose first gradient is not in its bucket yet (``_waiting``); parameters without
     a gradient so far (``_unused``).
     """
@@ -101,11 +103,11 @@ class GradientReducer:
     ) -> None:
         self._buckets = [bucket for bucket in buckets if bucket.trained]
         self._grid, self._tie_axes = grid, tie_axes
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[tuple[Pending, Bucket | None]] = deque()
         self._in_flight = _IN_FLIGHT if options.overlap_comm else 0
         # On one replica nothing is sent, and gradients are complete at the end.
         self._overlapped = [bucket for bucket in self._buckets if bucket.axis.size > 1 or bucket.transient]
-        self._running = ReducingPass()
+        self._running, self._in_last = ReducingPass(), False
         self._stages_left: dict[int, set[int]] = {}
         # By id, here and in ``_unused``: the hash of a tensor is a call into Python, for each parameter and microbatch.
         self._bucket_of = {id(member.parameter): bucket for bucket in self._buckets for member in bucket.members}
@@ -182,7 +184,7 @@ class GradientReducer:
         waiting = self._waiting.get(stage)
         if waiting and not due:  # their first gradients are copied before autograd adds to them
             parameters = (parameter for bucket, parameter in waiting if bucket.is_copied)
-        return self._reducing(stage, due, parameters) if due or waiting else nullcontext()
+        return self._reducing(stage, due, parameters, last) if due or waiting else nullcontext()
 
     def accumulated(self, parameter: Tensor) -> None:
         """Hook that a deferred computation calls when a parameter's gradient of this pass is complete."""
@@ -271,6 +273,8 @@ class GradientReducer:
         self.settle()
         for bucket in self._buckets:
             bucket.complete()
+            self._pending.append((bucket.sum_copies(), None))
+        self.settle()
         if self._strict and self._unused:
             names = [member.layout.name for member in self._unused.values()]
             raise RuntimeError(
@@ -313,17 +317,20 @@ class GradientReducer:
         self._pending.clear()
 
     @contextmanager
-    def _reducing(self, stage: int, due: list[Bucket], parameters: Iterator[Tensor]) -> Iterator[None]:
+    def _reducing(
+        self, stage: int, due: list[Bucket], parameters: Iterator[Tensor], last: bool
+    ) -> Iterator[None]:
         """Context of a backward pass of a stage: reduce the buckets that are due, and take first gradients.
 
-        ``parameters`` have a hook in the pass.
+        ``parameters`` have a hook in the pass. ``last``: it is the stage's last pass in the step.
         """
-        self._running = running = ReducingPass(due)
+        self._running, self._in_last = ReducingPass(due), last
+        running = self._running
         with self._hooks.within(parameters):
             yield
         for bucket in running.left:
             self._start(bucket)
-        self._running = ReducingPass()
+        self._running, self._in_last = ReducingPass(), False
         self.take_first_gradients(stage)
 
     def _take_first(self, parameters: Iterable[tuple[Bucket, Tensor]]) -> list[tuple[Bucket, Tensor]]:
@@ -357,10 +364,14 @@ class GradientReducer:
         """Start the reduction of one bucket's gradients over the data axis."""
         self._stages_left.get(id(bucket), set()).clear()
         self._take_gradients(bucket)
-        self._pending.append(bucket.start_reduction(self._grid.tensor))
+        ends = not bucket.reduces_every_backward or (self._in_last and len(bucket.stages) == 1)
+        self._pending.append((bucket.start_reduction(self._grid.tensor), bucket if ends else None))
         self._wait(self._in_flight)
 
     def _wait(self, most: int) -> None:
         """Wait for the oldest reductions until at most so many are in flight."""
         while len(self._pending) > most:
-            wait_for(self._pending.popleft(), self._grid, "reduces gradients")
+            pending, ended = self._pending.popleft()
+            wait_for(pending, self._grid, "reduces gradients")
+            if ended is not None and ended.copies is not None:
+                self._pending.append((ended.sum_copies(), None))

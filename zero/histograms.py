@@ -79,7 +79,7 @@ def _parts(bucket: Bucket, grid: Grid) -> Iterator[tuple[str, tuple[Tensor, Tens
     gradients = bucket.owned_gradient
     for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
         low, high = max(slot.start, start) - start, min(slot.stop, stop) - start
-        once = bucket.counted and (bucket.sharded or bucket.axis.is_first)
+        once = bucket.counted and bucket.counts
         if low >= high or not once or not (member.layout.sharded or grid.tensor.is_first):
             low = high = 0
         here = weights[start - first :][low:high], gradients[low:high]

@@ -19,6 +19,7 @@ from .axis_options import ZeroOptions
 from .bucket import Bucket
 from .gradients import GradientReducer
 from .protocols import AllGather, GatherRoute
+from .shard_groups import shard_group
 
 _ADVICE = (
     "in stage 3 of ZeRO all replicas run the same units or layers in the same order and equally often, because each "
@@ -28,7 +29,7 @@ _ADVICE = (
 )
 
 
-def gather_axes(grid: Grid) -> tuple[dict[str, Axis], CallOrder | None]:
+def gather_axes(grid: Grid, shard_size: int | None) -> tuple[dict[str, Axis], CallOrder | None]:
     """Make the axes over which weights are gathered, and the check that all replicas gather the same weights.
 
     Collective over the grid: a rank makes the groups of experts, too, if its stages have none.
@@ -37,11 +38,9 @@ def gather_axes(grid: Grid) -> tuple[dict[str, Axis], CallOrder | None]:
         Name of the replicas' axis -> axis with a communicator of its own; the check, None on one replica.
     """
     axes: dict[str, Axis] = {}
-    for replicas in (grid.data_context, grid.expert_data):
-        made = grid.subgroup(replicas.name, range(replicas.size), purpose=" gather")
-        assert made is not None  # every rank is a member
-        axes[replicas.name] = made
-    return axes, grid.call_order(axes[grid.data_context.name], _ADVICE)
+    for replicas in ("data_context", "expert_data"):
+        axes[grid.axis(replicas).name] = shard_group(grid, replicas, shard_size, " gather").within
+    return axes, grid.call_order(grid.data_context, _ADVICE)
 
 
 class ParameterGatherer:
@@ -75,7 +74,7 @@ class ParameterGatherer:
         reducer: GradientReducer,
         names: Mapping[int, str],
     ) -> None:
-        self._axes, self._order = gather_axes(grid)
+        self._axes, self._order = gather_axes(grid, options.shard_size)
         self._grid, self._keep, self._options = grid, keep, options
         self._reducer = reducer
         self._buckets = list(buckets)

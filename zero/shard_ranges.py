@@ -60,7 +60,9 @@ class ShardRanges:
             first: index in the bucket of the first element of ``flat``.
             mine: yield only the ranges that this rank writes; if False, yield all ranges.
         """
-        start, stop = bucket.flat.owned(self.grid.axis(bucket.replicas).rank) if mine else (first, first + flat.numel())
+        start, stop = bucket.flat.owned(bucket.shard_axis.rank) if mine else (first, first + flat.numel())
+        if mine and bucket.copies is not None and not bucket.copies.is_first:
+            return  # the first group writes
         for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
             low, high = max(slot.start, start), min(slot.stop, stop)
             if (low < high or slot.start == slot.stop) and not (

@@ -78,8 +78,8 @@ class ShardedLayers:
                 values = stepped.detach()
                 squares = [square(flat[span]) for _, span in layers.parts for flat in (values, update)]
                 table.index_add_(0, layers.numbers, torch.stack(squares).view(-1, 2))
-        for axis in dict.fromkeys(b.axis for b in buckets if b.sharded):
-            _sum([t for t, b in zip(tables, buckets, strict=True) if b.sharded and b.axis is axis], axis)
+        for axis in dict.fromkeys(b.shard_axis for b in buckets if b.sharded):
+            _sum([t for t, b in zip(tables, buckets, strict=True) if b.sharded and b.shard_axis is axis], axis)
         if tables and self._grid.tensor.size > 1:  # a replicated layer has the norm of the first rank, equal on all
             sharded = [chosen for layers in layers_of for chosen in layers.sharded]
             _sum(tables, self._grid.tensor, torch.tensor(sharded, device=self._grid.device))
@@ -96,7 +96,7 @@ class ShardedLayers:
             for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
                 matrix = _Matrix(index, bucket, member, slot.start, slot.stop, 0)
                 if bucket.sharded:
-                    sharded.setdefault(bucket.axis, []).append(matrix)
+                    sharded.setdefault(bucket.shard_axis, []).append(matrix)
                 else:
                     span = slice(slot.start, slot.stop)
                     results[index][span] = self._apply(matrix, given[index][span], functions[index])

@@ -53,8 +53,9 @@ class WholeBucket(Bucket):
             return
         if self._sums_here:  # over the data axis
             start, stop = self.owned
-            if not (self.sharded or self.axis.is_first):
+            if not self.counts:
                 start = stop
+            self._copies_summed = False
             self.gradients[:start].zero_()
             self.gradients[stop:].zero_()
         if not tensor_axis.is_first:
@@ -119,6 +120,10 @@ class TransientBucket(Bucket):
 
     def _accumulate(self, part: Tensor) -> None:
         """Add the owned range of a sum over the data axis, (owned_numel,), to ``owned_gradient``."""
+        if self._copies_summed:  # by a pass before this one: one copy keeps the sum
+            self._copies_summed = False
+            if not self.counts:
+                self.owned_gradient.zero_()
         if not self._summed and self._keeps_sum:
             part = part.to(self._accumulation_dtype)
             alone = part.untyped_storage().nbytes() == part.numel() * part.element_size()

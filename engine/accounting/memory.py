@@ -15,6 +15,7 @@ from ...base.formulas import STATES, ModelStates, model_states
 from ...grid import Grid, layout_of
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.held_bytes import held_bytes, offloaded_bytes
+from ...zero.shard_groups import shards
 from ...zero.zeropp.options import ZeroPlusPlus
 from ..monitor.profiler.memory_meter import MemoryMeter
 
@@ -98,7 +99,7 @@ class MemoryAccounts:
         for parameter in self._module.parameters():
             states = model_states(
                 parameter.numel(),
-                grid.axis(layout_of(parameter).replicas).size,
+                shards(grid, layout_of(parameter).replicas, options.shard_size),
                 options.stage,
                 short_name(parameter.dtype) or "fp32",
                 states_kept(optimizer) if optimizer is not None else 0,
@@ -108,8 +109,8 @@ class MemoryAccounts:
                     total[name] += value
         zeropp, gatherer = options.zeropp, self._data_axis.gatherer
         if isinstance(zeropp, ZeroPlusPlus) and gatherer is not None and gatherer.kept_bytes:
-            shards = (zeropp.kept(p.numel(), p.dtype, p in trained) for p in self._module.parameters())
-            total["secondary"] = sum(shards)
+            second = (zeropp.kept(p.numel(), p.dtype, p in trained) for p in self._module.parameters())
+            total["secondary"] = sum(second)
         return total
 
 

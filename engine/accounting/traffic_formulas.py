@@ -48,7 +48,7 @@ def zero_formula(
     for bucket in data_axis.buckets:
         dtype = bucket.communication_dtype if communication_dtype else bucket.owned_gradient.dtype
         volume = zero_traffic(
-            stage,
+            stage if bucket.shard_axis.size > 1 else 0,
             weights=bucket.flat.numel * bucket.weights.element_size(),
             gradients=bucket.flat.numel * dtype.itemsize,
             backward_passes=sum(passes[stage] for stage in bucket.stages),
@@ -56,6 +56,10 @@ def zero_formula(
             partitioned=bucket.partitioned,
             reduces_every_backward=bucket.reduces_every_backward,
         )
-        name, replicas = bucket.axis.name, bucket.axis.size
-        volumes[name] = volumes.get(name, 0.0) + volume * (replicas - 1) / replicas
+        axis = bucket.shard_axis if bucket.sharded else bucket.axis
+        volumes[axis.name] = volumes.get(axis.name, 0.0) + volume * (axis.size - 1) / axis.size
+        if bucket.sharded and bucket.trained and (copies := bucket.copies) is not None:
+            # The groups all-reduce the sums of a step.
+            sent = 2 * bucket.owned_numel * dtype.itemsize * (copies.size - 1) / copies.size
+            volumes[copies.name] = volumes.get(copies.name, 0.0) + sent
     return volumes

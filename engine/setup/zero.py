@@ -14,6 +14,7 @@ from ...options.zero import Offload, Zero
 from ...zero.axis_options import ZeroOptions
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.offload import OffloadPlan, OffloadTarget
+from ...zero.shard_groups import require_equal_groups
 from ...zero.zeropp.options import ZeroPlusPlus
 from .compression import make_exchange
 from .precision import communication_dtype, low_precision_parameters
@@ -29,10 +30,16 @@ def zero_options(options: EngineOptions, grid: Grid, module: nn.Module) -> ZeroO
         OptionError: an option does not fit the module or the number of replicas.
     """
     zero, precision, data = options.zero, options.precision, grid.data_context.size
+    if zero.shard_size is not None and data > 1:
+        try:
+            require_equal_groups(data, zero.shard_size)
+        except ValueError as error:
+            raise OptionError("zero.shard_size", reason=str(error)) from error
     low_precision = low_precision_parameters(options, module, grid)
     prescale = _prescale(options.reduction, data)
     return ZeroOptions(
         stage=zero.known_stage,
+        shard_size=zero.shard_size,
         weight_dtype=dtype_of(precision.weights),
         buffer_dtype=dtype_of(precision.buffers),
         accumulation_dtype=torch.float32 if precision.half and precision.master_weights else None,

@@ -82,6 +82,7 @@ class Place:
     sequence_parallel: bool = False
     shard_tensor: bool = False
     microbatches: int = 1  # of each replica
+    shard_size: int | None = None  # replicas that shard among themselves
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -211,7 +212,11 @@ def train(job: Job, place: Place, grid: Grid | None = None, settings: dict[str, 
         "gradient_accumulation_steps": place.microbatches,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": place.stage, "reduce_bucket_size": 1500},
+        "zero_optimization": {
+            "stage": place.stage,
+            "reduce_bucket_size": 1500,
+            "mics_shard_size": -1 if place.shard_size is None else place.shard_size,
+        },
         "pipeline": {"schedule": place.schedule},
         **(settings or {}),
     }

@@ -21,6 +21,7 @@ from ..axis_options import ZeroOptions
 from ..gradient_norm import clip_coefficient
 from ..protocols import Compressing, MakeExchange
 from ..range_stepper import with_own_stepper
+from ..shard_groups import require_equal_groups
 from ..zeropp.options import ZeroPlusPlus
 from .module_optimizer import ZeroModuleOptimizer
 from .optimizer_arguments import check_arguments, communication
@@ -72,6 +73,8 @@ class ShardedOptimizer(ZeroModuleOptimizer):
         quantized_gradients: in stages 1 to 3, reduce gradients quantized to 4 bits (qgZ of ZeRO++).
         hpz_partition_size: in stage 3, number of consecutive replicas (usually those of one host) over which a second
             copy of the weights is sharded (hpZ of ZeRO++). Gathers read this copy, except the first gather of a step.
+        shard_size: in stages 1 to 3, number of consecutive replicas (usually those of one host) that shard among
+            themselves, a divisor of all (HSDP). Groups of them hold copies. None: all replicas are one group.
         compression: ``"fp16"`` or ``"bf16"``, other names of such a ``communication_dtype``; or, in stages 0 and 1,
             ``TopK(...)``, ``PowerSGD(...)``, ``SparseRows([...])``, which act after a step's last backward pass: see
             docs/compression.md.
@@ -100,6 +103,7 @@ class ShardedOptimizer(ZeroModuleOptimizer):
         quantized_weights: bool = False,
         quantized_gradients: bool = False,
         hpz_partition_size: int = 1,
+        shard_size: int | None = None,
         compression: str | MakeExchange | None = None,
         **options: Any,
     ) -> None:
@@ -107,6 +111,8 @@ class ShardedOptimizer(ZeroModuleOptimizer):
         communicate, exchange = communication(compression, communication_dtype, stage, optimizer_class)
         plus = ZeroPlusPlus(quantized_weights, False, quantized_gradients, hpz_partition_size, hpz_partition_size)
         fitting = plus.fitting(stage, grid.data_context.size, communicate, keep_gathered)
+        if shard_size is not None:
+            require_equal_groups(grid.data_context.size, shard_size)
         masters = master_dtype or (torch.float32 if weight_dtype is not None else None)
         super().__init__(
             with_own_stepper(optimizer_class, lambda groups: optimizer_class(groups, **options)),
@@ -114,6 +120,7 @@ class ShardedOptimizer(ZeroModuleOptimizer):
             grid,
             ZeroOptions(
                 stage=stage,
+                shard_size=shard_size,
                 weight_dtype=weight_dtype,
                 accumulation_dtype=masters,
                 communication_dtype=communicate,

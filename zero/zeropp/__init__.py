@@ -5,5 +5,5 @@ blocks.py: blockwise quantization to 8 and 4 bits
 weight_gather.py: qwZ and hpZ: quantized all-gather of weights, secondary shards within a host
 gradient_reduce.py: qgZ: quantized reduce-scatter of gradients by all-to-all, in one or two hops
 traffic_formula.py: formula of the bytes that a step sends
-host_groups.py: groups of replicas that share a host, and their axes
+host_groups.py: groups of replicas that share a host
 """

@@ -15,7 +15,8 @@ from ...grid.grid import Grid
 from ..protocols import GatherRoute, GradientBucket
 from .blocks import BLOCK, scale_dtype
 from .gradient_reduce import QuantizedReduction
-from .host_groups import inner, outer, ranks_per_host
+from ..shard_groups import inner, outer, require_equal_groups
+from .host_groups import ranks_per_host
 from .weight_gather import WeightRoute
 
 
@@ -47,12 +48,7 @@ class ZeroPlusPlus:
             ValueError: a size does not divide the number of replicas; the message names the sizes that do.
         """
         for size in (self.secondary, self.host):
-            if size < 1 or replicas % size:
-                fitting = ", ".join(str(size) for size in range(1, replicas + 1) if replicas % size == 0)
-                raise ValueError(
-                    f"{replicas} replicas do not fall into groups of {size}: give one of {fitting}, preferably the "
-                    "number of replicas on a host"
-                )
+            require_equal_groups(replicas, size)
 
     def fitting(self, stage: int, replicas: int, dtype: torch.dtype | None, keep: bool) -> ZeroPlusPlus | None:
         """Check these options for a ZeRO stage, and return them, or None if no option is switched on.

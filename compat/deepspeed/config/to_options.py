@@ -151,6 +151,7 @@ def _operations(_: Any, section: Section) -> Any:
 # Conversions of one key's value: (value, section) -> the option's value.
 _OF_KEYS: dict[str, Callable[[Any, Section], Any]] = {
     "zero_is_none": lambda value, _: value or None,
+    "minus_one_is_none": lambda value, _: None if value == -1 else value,
     "is_auto": lambda value, _: value == "auto",
     "folder": lambda enabled, section: str(folder(section)) if enabled else None,
     "autocast": _autocast,
