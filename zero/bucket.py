@@ -309,7 +309,7 @@ class Bucket(FlatWeights, ABC):
 
         Each group has summed its own. No effect if there is one group, or if it is done.
         """
-        if self.copies is None or not self.sharded or self._copies_summed:
+        if self.copies is None or not self.sharded or not self._sums_here or self._copies_summed:
             return Done()
         self._copies_summed = True
         own = self.owned_gradient

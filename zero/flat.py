@@ -54,6 +54,36 @@ def rules_of_size(number: int, size: int, *, threshold: int, nothing_sent: bool)
     return 0 < size <= threshold, number if nothing_sent and size >= LARGE else None
 
 
+def shards_of(ranks: int, size: int | None, expert: int = 1) -> int:
+    """Return the number of ranks over which parameters are sharded.
+
+    Ranks of the expert axis are consecutive replicas. So a group holds ``size / expert`` copies of an expert, which
+    shard it, or one.
+
+    Args:
+        ranks: ranks that hold the parameters before ZeRO shards them.
+        size: consecutive replicas that shard among themselves; None: all of them.
+        expert: size of the expert axis, for parameters that it shards; else 1.
+    """
+    if size is None:
+        return ranks
+    return min(size // expert if size % expert == 0 else 1, ranks)
+
+
+def require_equal_groups(replicas: int, size: int) -> None:
+    """Require that groups of ``size`` replicas divide the replicas.
+
+    Raises:
+        ValueError: they do not; the message names the sizes that do.
+    """
+    if size < 1 or replicas % size:
+        fitting = ", ".join(str(size) for size in range(1, replicas + 1) if replicas % size == 0)
+        raise ValueError(
+            f"{replicas} replicas do not fall into groups of {size}: give one of {fitting}, preferably the number of "
+            "replicas on a host"
+        )
+
+
 class Slot(NamedTuple):
     """Position of a parameter in its bucket: elements ``start`` to ``stop``."""
 

@@ -317,9 +317,7 @@ class GradientReducer:
         self._pending.clear()
 
     @contextmanager
-    def _reducing(
-        self, stage: int, due: list[Bucket], parameters: Iterator[Tensor], last: bool
-    ) -> Iterator[None]:
+    def _reducing(self, stage: int, due: list[Bucket], parameters: Iterator[Tensor], last: bool) -> Iterator[None]:
         """Context of a backward pass of a stage: reduce the buckets that are due, and take first gradients.
 
         ``parameters`` have a hook in the pass. ``last``: it is the stage's last pass in the step.

@@ -19,7 +19,7 @@ from .axis_options import ZeroOptions
 from .bucket import Bucket
 from .gradients import GradientReducer
 from .protocols import AllGather, GatherRoute
-from .shard_groups import shard_group
+from .shard_groups import inner, shards
 
 _ADVICE = (
     "in stage 3 of ZeRO all replicas run the same units or layers in the same order and equally often, because each "
@@ -39,7 +39,9 @@ def gather_axes(grid: Grid, shard_size: int | None) -> tuple[dict[str, Axis], Ca
     """
     axes: dict[str, Axis] = {}
     for replicas in ("data_context", "expert_data"):
-        axes[grid.axis(replicas).name] = shard_group(grid, replicas, shard_size, " gather").within
+        axis, size = grid.axis(replicas), shards(grid, replicas, shard_size)
+        whole = grid.subgroup(replicas, range(size), " gather") if size == axis.size else None
+        axes[axis.name] = inner(grid, size, " gather", replicas) if whole is None else whole
     return axes, grid.call_order(grid.data_context, _ADVICE)
 
 

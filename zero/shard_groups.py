@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..grid import Axis, Grid
+from .flat import shards_of
 
 
 class ShardGroup(NamedTuple):
@@ -26,52 +27,24 @@ class ShardGroup(NamedTuple):
     between: Axis | None
 
 
-def shard_group(grid: Grid, replicas: str, size: int | None, purpose: str = "") -> ShardGroup:
+def shard_group(grid: Grid, replicas: str, size: int | None) -> ShardGroup:
     """Return the axes of this rank's shard group. Collective when it makes process groups.
 
     Args:
         grid: the grid of the replicas.
         replicas: name of the axis over which the parameters are replicated, as ``Layout.replicas``.
         size: consecutive ranks of data x context that make a group; None: all of them are one.
-        purpose: argument of ``Grid.subgroup``: each purpose has its own communicator within the group.
     """
     axis = grid.axis(replicas)
     size = shards(grid, replicas, size)
-    if size == axis.size and not purpose:
-        return ShardGroup(axis, None)
     if size == axis.size:
-        made = grid.subgroup(replicas, range(size), purpose)
-        assert made is not None  # every rank is a member
-        return ShardGroup(made, None)
-    return ShardGroup(inner(grid, size, purpose, replicas), outer(grid, size, purpose, replicas))
+        return ShardGroup(axis, None)
+    return ShardGroup(inner(grid, size, "", replicas), outer(grid, size, "", replicas))
 
 
 def shards(grid: Grid, replicas: str, size: int | None) -> int:
-    """Return the number of ranks over which parameters are sharded; ``replicas`` and ``size`` as for ``shard_group``.
-
-    Ranks of the expert axis are consecutive replicas. So a group holds ``size / expert`` copies of an expert, which
-    shard it, or one.
-    """
-    ranks = grid.axis(replicas).size
-    if size is None:
-        return ranks
-    if replicas == "expert_data" and grid.expert.size > 1:
-        return size // grid.expert.size if size % grid.expert.size == 0 else 1
-    return min(size, ranks)
-
-
-def require_equal_groups(replicas: int, size: int) -> None:
-    """Require that groups of ``size`` replicas divide the replicas.
-
-    Raises:
-        ValueError: they do not; the message names the sizes that do.
-    """
-    if size < 1 or replicas % size:
-        fitting = ", ".join(str(size) for size in range(1, replicas + 1) if replicas % size == 0)
-        raise ValueError(
-            f"{replicas} replicas do not fall into groups of {size}: give one of {fitting}, preferably the number of "
-            "replicas on a host"
-        )
+    """Return the number of ranks over which parameters are sharded. The arguments are those of ``shard_group``."""
+    return shards_of(grid.axis(replicas).size, size, grid.expert.size if replicas == "expert_data" else 1)
 
 
 def inner(grid: Grid, size: int, purpose: str, replicas: str = "data_context") -> Axis:

@@ -13,8 +13,8 @@ from ...options.reduction import GradientReduction
 from ...options.zero import Offload, Zero
 from ...zero.axis_options import ZeroOptions
 from ...zero.data_axis import ZeroDataAxis
+from ...zero.flat import require_equal_groups
 from ...zero.offload import OffloadPlan, OffloadTarget
-from ...zero.shard_groups import require_equal_groups
 from ...zero.zeropp.options import ZeroPlusPlus
 from .compression import make_exchange
 from .precision import communication_dtype, low_precision_parameters

@@ -10,6 +10,7 @@ from ...base.errors import nearest
 from ...grid.topology import Topology
 from ...options.engine import EngineOptions
 from ...pipe.schedules.registry import RECIPES
+from ...zero.flat import require_equal_groups, shards_of
 
 RECOMPUTATION = ("none", "selective", "full")
 # "mlp" is planned where it is given, for runs of other software; triax train has no such run.
@@ -50,6 +51,7 @@ class ParallelLayout:
             if tensor > 1, and False without a tensor axis, which it would not change.
         slices: slices of each sequence, of equal cost, which pass the pipeline one after the other.
         pairs: passes are joined to pairs, so that collectives of the tensor and expert axes hide.
+        shard_size: as in ``triax.Zero``: ranks of data x context that ZeRO shards over; None: all.
         recompute_ops, offload_activations: share of each rank's activations that ops of the schedule recompute, or
             copy to the host and back.
 
@@ -73,6 +75,7 @@ class ParallelLayout:
     pairs: bool = False
     recompute_ops: float = 0.0
     offload_activations: float = 0.0
+    shard_size: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.pipe, self.data, self.context, self.tensor, self.expert, self.microbatch, self.chunks) < 1:
@@ -98,6 +101,8 @@ class ParallelLayout:
             raise ValueError(f"zero is {self.zero}. Give a stage of ZeRO: 0, 1, 2 or 3.")
         if self.recompute not in KNOWN_RECOMPUTATION:
             raise ValueError(f"recompute is {self.recompute!r}. Give one of {', '.join(KNOWN_RECOMPUTATION)}.")
+        if self.shard_size is not None:
+            require_equal_groups(self.data * self.context, self.shard_size)
         if self.changes != UNCHANGED:
             self._check_changes()
         sharded = self.tensor > 1 and self.sequence_parallel is not False
@@ -126,13 +131,21 @@ class ParallelLayout:
         section = options.recompute
         kind = "selective" if section.granularity == "selective" else "full"
         offload = options.zero.offload_optimizer.device != "none"
-        return cls(**axes, recompute=kind if section.asked else "none", offload=offload, **others)
+        alone = axes.get("data", 1) * axes.get("context", 1) == 1
+        size = None if alone else options.zero.shard_size
+        return cls(**axes, recompute=kind if section.asked else "none", offload=offload, shard_size=size, **others)
 
     @property
     def replicas(self) -> Replicas:
         """Number of replicas of a weight, and of an expert's weight."""
         ranks = self.data * self.context
         return Replicas(ranks, ranks // self.expert)
+
+    @property
+    def shards(self) -> Replicas:
+        """Number of ranks over which ZeRO shards a weight, and an expert's weight."""
+        dense, expert = self.replicas
+        return Replicas(shards_of(dense, self.shard_size), shards_of(expert, self.shard_size, self.expert))
 
     @property
     def hidden_shards(self) -> int:

@@ -145,6 +145,7 @@ class Searcher:
         """Yield a layout for each possible size of the axes, with microbatch 1."""
         work, gpus = self.work, self.space.gpus
         sequence, config = work.sequence, work.config
+        group = self.space.given.get("shard_size", [1])[0]
         for t in self._free("tensor", divisors(gpus)):
             if not self._shards(t):
                 continue
@@ -157,7 +158,7 @@ class Searcher:
                     if p > config.num_hidden_layers:
                         break
                     data = gpus // t // c // p
-                    if self._free("data", [data]) and not work.batch % data:
+                    if self._free("data", [data]) and not work.batch % data and not data * c % group:
                         for e in self._free("expert", divisors(data * c) if self.experts else [1]):
                             if e == 1 or not self.experts % e:
                                 yield ParallelLayout(pipe=p, data=data, context=c, tensor=t, expert=e)
@@ -307,10 +308,11 @@ class Searcher:
         recompute: str,
         changes: Sequence[Any] | None = None,
     ) -> ParallelLayout:
-        sharded = self.space.given.get("sequence_parallel", [None])[0]
+        sharded, group = (self.space.given.get(name, [None])[0] for name in ("sequence_parallel", "shard_size"))
         return ParallelLayout(
             *(layout.pipe, layout.data, layout.context, layout.tensor, layout.expert, layout.microbatch),
             *(chunks, schedule, zero, recompute, offload, sharded, *(self.asked if changes is None else changes)),
+            shard_size=group,
         )
 
     def impossible(self) -> str:

@@ -127,7 +127,7 @@ class BucketShape(NamedTuple):
     """Properties of a ZeRO bucket on which its bytes depend.
 
     Attributes:
-        numel: elements, before they are padded to the number of replicas.
+        numel: elements, before they are padded to the number of shards.
         expert: it holds experts, whose replicas are data x context / expert ranks.
         tied: other pipe ranks hold it too, so that its whole gradient is kept.
         persistent: stage 3 does not shard its weights.
@@ -161,7 +161,7 @@ class StateSplit(NamedTuple):
     Attributes:
         tensor_rank: the rank on the tensor axis.
         tensor, expert, zero, offload: as in ``ParallelLayout``.
-        replicas: ranks with the same weights.
+        replicas, shards: ranks with the same weights, and ranks over which ZeRO shards them.
     """
 
     tensor_rank: int
@@ -170,12 +170,13 @@ class StateSplit(NamedTuple):
     zero: int
     offload: bool
     replicas: Replicas
+    shards: Replicas
 
     @classmethod
     def of(cls, layout: ParallelLayout, tensor_rank: int | None = None) -> StateSplit:
         """Return the part of a layout for a rank on the tensor axis; None: the last one, whose shards are largest."""
         rank = layout.tensor - 1 if tensor_rank is None else tensor_rank
-        return cls(rank, layout.tensor, layout.expert, layout.zero, layout.offload, layout.replicas)
+        return cls(rank, layout.tensor, layout.expert, layout.zero, layout.offload, layout.replicas, layout.shards)
 
     @property
     def buckets(self) -> BucketSplit:
@@ -184,8 +185,8 @@ class StateSplit(NamedTuple):
         return BucketSplit(self.tensor_rank, self.tensor, self.expert, alone, self.zero == 3)
 
     def stage(self, expert: bool) -> int:
-        """Return the stage of ZeRO that a bucket has: without replicas and offload, none."""
-        return self.zero if self.replicas.of(expert) > 1 or self.offload else 0
+        """Return the stage of ZeRO that a bucket has: without shards and offload, none."""
+        return self.zero if self.shards.of(expert) > 1 or self.offload else 0
 
 
 class BucketSplit(NamedTuple):
@@ -229,9 +230,9 @@ class StateMemory:
     def _bucket_bytes(self, bucket: BucketShape, split: StateSplit) -> StateBytes:
         """Return the bytes of one bucket: the table at the head of this file."""
         size, wide, on_device = self.options.size, self.options.wide, not split.offload
-        stage, replicas = split.stage(bucket.expert), split.replicas.of(bucket.expert)
-        whole = _padded(bucket.numel, replicas)
-        owned = whole // replicas if stage else whole
+        stage, shards = split.stage(bucket.expert), split.shards.of(bucket.expert)
+        whole = _padded(bucket.numel, shards)
+        owned = whole // shards if stage else whole
         sharded_gradient = stage >= 2 and not bucket.tied
         return StateBytes(
             parameters=size * (owned if stage == 3 and not bucket.persistent else whole),
@@ -298,7 +299,7 @@ class StateMemory:
     @cached_method
     def working(self, rank: RankLayers, split: StateSplit) -> float:
         """Return the bytes of weights that stage 3 gathers, and of gradients that are not sharded yet."""
-        if split.zero < 2 or max(split.replicas) == 1:
+        if split.zero < 2 or max(split.shards) == 1:
             return 0.0
         return self._gathered(rank, split) + self._unsharded_gradients(self.buckets(rank, split.buckets))
 
@@ -313,7 +314,7 @@ class StateMemory:
 
     @staticmethod
     def _sharded_numel(weights: Iterable[WeightShard], split: StateSplit) -> int:
-        return sum(weight.numel for weight in weights if split.replicas.of(weight.expert) > 1)
+        return sum(weight.numel for weight in weights if split.shards.of(weight.expert) > 1)
 
     def _unsharded_gradients(self, buckets: Mapping[BucketShape, int]) -> float:
         if not self.options.reduce_each_microbatch:
@@ -322,9 +323,9 @@ class StateMemory:
         return 3 * self.options.wide * max((bucket.numel for bucket in buckets), default=0)
 
 
-def _padded(numel: int, replicas: int) -> int:
+def _padded(numel: int, shards: int) -> int:
     """Return the elements of a bucket whose shards are multiples of ``_ALIGN``."""
-    step = replicas * _ALIGN
+    step = shards * _ALIGN
     return -(-numel // step) * step
 
 

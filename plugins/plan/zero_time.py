@@ -29,10 +29,17 @@ ADAM_BYTES = 34.0  # gradient twice (norm, update), master and two moments read 
 
 
 class HeldParameters(NamedTuple):
-    """Parameters that a rank holds before ZeRO shards them, and the group of their replicas."""
+    """Parameters that a rank holds before ZeRO shards them.
+
+    Attributes:
+        numel: their number.
+        group: the replicas that ZeRO shards them over, or in stage 0 all of them.
+        copies: the replicas that hold the same shards.
+    """
 
     numel: float
     group: RankGroup
+    copies: RankGroup
 
 
 class FinishTime(NamedTuple):
@@ -68,19 +75,25 @@ class ZeroTime:
 
     def held(self, counts: tuple[int, ...], layout: ParallelLayout) -> list[HeldParameters]:
         """Return the parameters of so many layers of each kind: dense ones, and experts' if there are any."""
-        return self._held(counts, layout.tensor, layout.expert, layout.replicas)
+        shards = layout.shards if layout.zero else layout.replicas
+        return self._held(counts, layout.tensor, layout.expert, layout.replicas, shards)
 
     @cached_method
-    def _held(self, counts: tuple[int, ...], tensor: int, expert: int, replicas: Replicas) -> list[HeldParameters]:
+    def _held(
+        self, counts: tuple[int, ...], tensor: int, expert: int, replicas: Replicas, shards: Replicas
+    ) -> list[HeldParameters]:
         dense = experts = 0.0
         for kind, count in enumerate(counts):
             if count:
                 of_layer = self.parameters(kind, tensor, expert)
                 dense, experts = dense + count * of_layer[0], experts + count * of_layer[1]
-        held = [HeldParameters(dense, RankGroup(replicas.dense, tensor))]
+        kinds = [(dense, replicas.dense, shards.dense, tensor)]
         if experts:
-            held.append(HeldParameters(experts, RankGroup(replicas.expert, tensor * expert)))
-        return held
+            kinds.append((experts, replicas.expert, shards.expert, tensor * expert))
+        return [
+            HeldParameters(numel, RankGroup(size, stride), RankGroup(ranks // size, stride * size))
+            for numel, ranks, size, stride in kinds
+        ]
 
     @cached_method
     def _scatter(self, size: float, group: RankGroup) -> float:
@@ -90,7 +103,7 @@ class ZeroTime:
     def in_each_pass(self, rank: RankTime, layout: ParallelLayout) -> RankTime:
         """Return a rank's times with those collectives of stages 2 and 3 that the passes do not hide."""
         gather = scatter = 0.0
-        for numel, group in self.held(rank.counts, layout):
+        for numel, group, _ in self.held(rank.counts, layout):
             gather += self._scatter(numel * self.device.bytes, group) if layout.zero == 3 else 0.0
             scatter += self._scatter(numel * self.device.wide, group)
         forward = max(rank.forward, gather)
@@ -105,12 +118,13 @@ class ZeroTime:
     def _finish(self, rank: RankTime, layout: ParallelLayout) -> FinishTime:
         machine, size, wide = self.machine, self.device.bytes, self.device.wide
         gradients = weights = step = moved = 0.0
-        for numel, group in self.held(rank.counts, layout):
+        for numel, group, copies in self.held(rank.counts, layout):
             share = numel / (group.size if layout.zero else 1)
             if layout.zero == 0:
                 gradients += all_reduce(numel * wide, group, machine)
             elif layout.zero == 1:
                 gradients += self._scatter(numel * wide, group)
+            gradients += all_reduce(share * wide, copies, machine)
             weights += self._scatter(numel * size, group) if layout.zero in (1, 2) else 0.0
             if layout.offload:
                 moved += share * ((wide + size) / machine.host_bandwidth)

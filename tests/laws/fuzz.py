@@ -194,6 +194,7 @@ def _draw_config(case: Case, choose: random.Random) -> dict[str, Any]:
         ("stage3_max_live_parameters", choose.choice((0, 100))),
         ("stage3_max_reuse_distance", choose.choice((10, 10**6))),
         ("sub_group_size", choose.choice((1, 30, 1000))),
+        ("mics_shard_size", choose.choice([n for n in (1, 2, 4) if case["grid"][1] % n == 0])),
         ("round_robin_gradients", True),
     ]
     zero |= dict(choose.sample(options, choose.choice((0, 1, 2, 4))))
@@ -257,6 +258,8 @@ def _draw_plain_loop(case: Case, choose: random.Random) -> None:
     case["config"] = {"stage": choose.randrange(4), "bucket_size": choose.choice((1, 50, 2**20))}
     if choose.random() < 0.2:
         case["config"]["keep_gathered"] = True
+    if choose.random() < 0.3:
+        case["config"]["shard_size"] = choose.choice([n for n in (1, 2, 4) if case["grid"][1] % n == 0])
     if choose.random() < 0.2:
         case["compression"] = choose.choice(
             ["bf16", {"type": "topk", "ratio": 1.0}, {"type": "topk", "ratio": 0.3}, {"type": "powersgd", "rank": 1}]

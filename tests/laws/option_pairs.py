@@ -86,6 +86,7 @@ FEATURES = [
     Feature('zero=Zero(offload_parameters="cpu")', {"zero": {"offload_parameters": "cpu"}}, "same", (3,)),
     Feature("zero=Zero(keep_gathered=True)", {"zero": {"keep_gathered": True}}, "same", (3,)),
     Feature("zero=Zero(hpz_partition_size=2)", {"zero": {"hpz_partition_size": 2}}, "same", (3,)),
+    Feature("zero=Zero(shard_size=1)", {"zero": {"shard_size": 1}}, "same", (1, 2, 3)),
     Feature("zero=Zero(quantized_weights=True)", {"zero": {"quantized_weights": True}}, "rounds", (3,)),
     Feature("zero=Zero(quantized_gradients=True)", {"zero": {"quantized_gradients": True}}, "rounds", (1, 2, 3)),
     Feature('reduction=GradientReduction(dtype="bf16")', {"reduction": {"dtype": "bf16"}}, "rounds"),

@@ -31,6 +31,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "sequence_parallel": (None, False, True),
     "shard_tensor": (None, False, True),
     "stage": (0, 1, 2, 3),
+    "shard_size": (None, 1, 2, 4),
     "capacity": (False, True),
     "balance": ("sequence", "batch", "bias"),
     "tied": (False, True),
@@ -58,6 +59,9 @@ def allowed(row: dict[str, Any]) -> bool:
     for name, axis in NEEDS.items():
         if {name, axis} <= row.keys() and (row[name] is None) != (row[axis] == 1):
             return False
+    ranks_of_data = row["data"] * row["context"] if {"data", "context"} <= row.keys() else 0
+    if (size := row.get("shard_size")) is not None and (row.get("stage") == 0 or ranks_of_data % size):
+        return False  # without effect, or refused
     if row.get("sequence_parallel") and row.get("odd") and row.get("context") == 1:
         return False  # refused: without a context axis nothing is padded
     return row.get("data", 1) * row.get("microbatches", 1) <= ROWS

@@ -149,7 +149,10 @@ def refused(zero: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("zero", "words"),
     [
-        ({"stage": 1, "shard_size": 3}, "zero.shard_size: 4 replicas do not fall into groups of 3: give one of 1, 2, 4"),
+        (
+            {"stage": 1, "shard_size": 3},
+            "4 replicas do not fall into groups of 3: give one of 1, 2, 4",
+        ),
         ({"stage": 2, "shard_size": 8}, "4 replicas do not fall into groups of 8"),
         ({"stage": 3, "shard_size": 2, "hpz_partition_size": 2}, "leave one of them out"),
         ({"stage": 2, "shard_size": 2, "quantized_gradients": True}, "leave one of them out"),

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
+from triax.zero.shard_groups import inner, outer
 from triax.zero.zeropp.blocks import BLOCK, pack, packed_bytes, unpack
 from triax.zero.zeropp.gradient_reduce import QuantizedReduction
-from triax.zero.zeropp.host_groups import equal_runs, inner, outer
+from triax.zero.zeropp.host_groups import equal_runs
 from triax.zero.zeropp.options import ZeroPlusPlus
 
 from support.quantized_layers import ALL, HPZ, LAYERS, MICROBATCHES, PLAIN, QGZ, QWZ, STEPS, WIDTH, Layer, made

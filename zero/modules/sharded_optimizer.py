@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from ...base.checks import SMALLEST
 from ...grid import Grid
 from ..axis_options import ZeroOptions
+from ..flat import require_equal_groups
 from ..gradient_norm import clip_coefficient
 from ..protocols import Compressing, MakeExchange
 from ..range_stepper import with_own_stepper
-from ..shard_groups import require_equal_groups
 from ..zeropp.options import ZeroPlusPlus
 from .module_optimizer import ZeroModuleOptimizer
 from .optimizer_arguments import check_arguments, communication

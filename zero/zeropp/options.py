@@ -12,10 +12,11 @@ import torch
 
 from ...grid import Axis
 from ...grid.grid import Grid
+from ..flat import require_equal_groups
 from ..protocols import GatherRoute, GradientBucket
+from ..shard_groups import inner, outer
 from .blocks import BLOCK, scale_dtype
 from .gradient_reduce import QuantizedReduction
-from ..shard_groups import inner, outer, require_equal_groups
 from .host_groups import ranks_per_host
 from .weight_gather import WeightRoute
 
