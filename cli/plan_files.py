@@ -56,15 +56,17 @@ def write_training_file(
     content["schedule"] = {"name": layout.schedule, "chunks": layout.chunks, **section}
     if work.speeds:  # a cut that no run makes by itself
         content["schedule"]["partition"] = costs.memory.cuts(layout.pipe)
-    zero: Any = layout.zero
+    zero: dict[str, Any] = {"stage": layout.zero}
     if layout.offload:
-        zero = {"stage": layout.zero, "offload_optimizer": {"device": "cpu"}}
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if layout.shard_size is not None:
+        zero["shard_size"] = layout.shard_size
     content |= {
         "training": {**content.get("training", {}), "sequence": work.sequence},
         "batch": {"size": work.batch, "microbatch": layout.microbatch},
         "precision": work.precision,
         "recompute": layout.recompute,
-        "zero": zero,
+        "zero": zero if len(zero) > 1 else layout.zero,
     }
     path.write_text(f"{_WRITTEN}\n# {note}\n" + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 

@@ -51,7 +51,10 @@ def result_of(found: Search, searcher: Searcher) -> dict[str, Any]:
 
 def chosen(layout: ParallelLayout, given: dict[str, list[Any]]) -> dict[str, Any]:
     """Return the keys of a layout that ``--layout`` left to the search."""
-    return {field.name: getattr(layout, field.name) for field in fields(layout) if field.name not in given}
+    names = [
+        field.name for field in fields(layout) if field.name not in {*given, "shard_size"}
+    ]  # which nobody searches
+    return {name: getattr(layout, name) for name in names}
 
 
 def short_of_memory(searcher: Searcher, found: Search) -> str:

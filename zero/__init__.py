@@ -5,6 +5,7 @@ Layout of the parameters:
     managed.py: a parameter as the data axis manages it, and the key by which parameters share a bucket
     flat.py: layout of parameters in flat, padded buckets, and the range that each rank owns; no torch
     released_parameter.py: the class of a released parameter: an error that names it where its values are used
+    shard_groups.py: groups of replicas that shard among themselves, and the axes within and between them (HSDP)
     bucketing.py: assignment of the parameters to buckets
 
 Buckets:

@@ -108,7 +108,7 @@ class CoreStep:
         gather = scatter = 0.0
         for kind in kinds:
             counts = tuple(int(kind == other) for other in range(len(self.zero.types)))
-            for numel, group in self.zero.held(counts, layout):
+            for numel, group, _ in self.zero.held(counts, layout):
                 gather += call + all_gather(numel * size, group, machine) if layout.zero == 3 else 0.0
                 scatter += call + reduce_scatter(numel * self.device.wide, group, machine)
         return StageZero(gather, scatter)
@@ -145,11 +145,12 @@ class CoreStep:
 
     def _gradients(self, rank: int) -> float:
         """Return the seconds of the collectives of a rank's gradients behind its last op."""
-        if self.layout.zero >= 2:
-            return 0.0
-        collective = reduce_scatter if self.layout.zero else all_reduce
-        held, wide = self.zero.held(self._counts[rank], self.layout), self.device.wide
-        return sum((collective(numel * wide, group, self.device.machine) for numel, group in held), 0.0)
+        layout, wide, machine, seconds = self.layout, self.device.wide, self.device.machine, 0.0
+        for numel, group, copies in self.zero.held(self._counts[rank], layout):
+            if layout.zero < 2:
+                seconds += (reduce_scatter if layout.zero else all_reduce)(numel * wide, group, machine)
+            seconds += all_reduce(numel / group.size * wide, copies, machine)
+        return seconds
 
     def _tied_gradients(self) -> list[float]:
         """Return for each rank the seconds in which the gradients of a weight on two ranks are added."""
@@ -169,7 +170,7 @@ class CoreStep:
         """Return the seconds of a rank's gathered weights and of its optimizer, behind all ranks' gradients."""
         layout, measured = self.layout, self._measured
         weights = optimizer = 0.0
-        for numel, group in self.zero.held(self._counts[rank], layout):
+        for numel, group, _ in self.zero.held(self._counts[rank], layout):
             if layout.zero in (1, 2):
                 weights += all_gather(numel * self.device.bytes, group, self.device.machine)
             share = max(1.0, numel / (group.size if layout.zero else 1))

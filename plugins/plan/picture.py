@@ -42,7 +42,7 @@ def name_of(layout: Mapping[str, Any]) -> str:
     if layout["pipe"] > 1:
         parts.append(layout["schedule"] + (f"({layout['chunks']})" if layout["chunks"] > 1 else ""))
     parts.append(f"zero={layout['zero']}")
-    parts += [f"shard_size={layout['shard_size']}"] * (layout["shard_size"] is not None)
+    parts += [f"shard_size={size}" for size in [layout.get("shard_size")] if size is not None]
     parts += [f"recompute={layout['recompute']}"] * (layout["recompute"] != "none")
     parts += [f"{name}={layout[name]}" for name, value in CHANGES.items() if layout[name] != value]
     return " ".join(parts + ["offload"] * layout["offload"])

@@ -312,7 +312,7 @@ class Searcher:
         return ParallelLayout(
             *(layout.pipe, layout.data, layout.context, layout.tensor, layout.expert, layout.microbatch),
             *(chunks, schedule, zero, recompute, offload, sharded, *(self.asked if changes is None else changes)),
-            shard_size=group,
+            group,
         )
 
     def impossible(self) -> str:
@@ -686,6 +686,7 @@ def to_dict(planned: Planned, work: Work) -> dict[str, Any]:
     return {
         **{name: getattr(layout, name) for name in names},
         "offload": layout.offload,
+        **({} if layout.shard_size is None else {"shard_size": layout.shard_size}),
         **{name: getattr(layout, name) for name in CHANGES},
         "step_s": step.seconds,
         **utilization(work, layout, step.seconds),

@@ -141,6 +141,7 @@ VALUES: dict[str, Any] = {
     "pipeline.costs": [1, 2, 3],
     "zero_optimization.offload_optimizer.device": "cpu",
     "zero_optimization.offload_param.device": "cpu",
+    "zero_optimization.mics_shard_size": 2,
     "sparse_attention.mode": "dense",
     "torch_autocast.dtype": "float16",
     "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"],

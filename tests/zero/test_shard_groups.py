@@ -67,7 +67,7 @@ def test_optimizers_step_groups_of_shards_as_one_process(ranks: Any, optimizer: 
 
 
 def test_options_of_zero_act_within_groups_of_shards(ranks: Any, tmp_path: Any) -> None:
-    options = [
+    options: list[dict[str, Any]] = [
         {"stage": 1, "allgather_partitions": False},
         {"stage": 1, "offload_optimizer": "cpu"},
         {"stage": 2, "reduce_scatter": False},

@@ -66,6 +66,8 @@ def _held(config: Any, layout: ParallelLayout, options: StateOptions, activation
         "pipeline": {"schedule": layout.schedule},
         "zero_optimization": {"stage": layout.zero, "reduce_bucket_size": options.bucket},
     }
+    if layout.shard_size is not None:
+        settings["zero_optimization"]["mics_shard_size"] = layout.shard_size
     if layout.zero == 3:
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = options.persistent
     if options.precision in ("bf16", "fp16"):
@@ -99,6 +101,7 @@ _QUICK = [
         _GPT, pipe=2, data=2, chunks=2, schedule="zb-v", zero=3, persistent=100, decays="matrices"
     ),  # a tie on one rank
     case(_MIXTRAL, data=2, tensor=2, expert=2, zero=3),
+    *(case(_MIXTRAL, data=4, expert=2, zero=zero, shard_size=2) for zero in (1, 3)),
 ]
 _THOROUGH = [
     *(case(_GPT, pipe=2, data=2, zero=zero) for zero in (0, 3)),
@@ -112,6 +115,8 @@ _THOROUGH = [
     *(case(_MIXTRAL, data=2, tensor=2, expert=2, zero=zero) for zero in (0, 1)),
     case(_MIXTRAL, pipe=2, data=2, expert=2, zero=2, precision="fp32"),
     case(DeepseekConfig.preset("deepseek-tiny"), data=4, expert=2, zero=3),
+    *(case(_GPT, pipe=2, data=2, zero=zero, shard_size=1) for zero in (1, 2, 3)),
+    *(case(_LLAMA, data=4, zero=zero, shard_size=2) for zero in (1, 2, 3)),
 ]
 
 
