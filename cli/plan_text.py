@@ -50,11 +50,9 @@ def result_of(found: Search, searcher: Searcher) -> dict[str, Any]:
 
 
 def chosen(layout: ParallelLayout, given: dict[str, list[Any]]) -> dict[str, Any]:
-    """Return the keys of a layout that ``--layout`` left to the search."""
-    names = [
-        field.name for field in fields(layout) if field.name not in {*given, "shard_size"}
-    ]  # which nobody searches
-    return {name: getattr(layout, name) for name in names}
+    """Return the keys of a layout that ``--layout`` left to the search, which has no ``shard_size``."""
+    searched = [field.name for field in fields(layout) if field.name not in {*given, "shard_size"}]
+    return {name: getattr(layout, name) for name in searched}
 
 
 def short_of_memory(searcher: Searcher, found: Search) -> str:

@@ -309,11 +309,11 @@ class Searcher:
         changes: Sequence[Any] | None = None,
     ) -> ParallelLayout:
         sharded, group = (self.space.given.get(name, [None])[0] for name in ("sequence_parallel", "shard_size"))
-        return ParallelLayout(
+        made = ParallelLayout(
             *(layout.pipe, layout.data, layout.context, layout.tensor, layout.expert, layout.microbatch),
             *(chunks, schedule, zero, recompute, offload, sharded, *(self.asked if changes is None else changes)),
-            group,
         )
+        return made if group is None else replace(made, shard_size=group)
 
     def impossible(self) -> str:
         """Return the reason why the space is empty."""

@@ -28,7 +28,7 @@ BUDGET = {
     "zero": 5653,
     "grid": 4830,
     "train": 4325,
-    "cli": 3448,
+    "cli": 3446,
     "tensor_parallel": 2231,
     "checkpoint": 2198,
     "data": 2140,
