@@ -150,19 +150,21 @@ class Fsdp(Loop):
     Args:
         reshard: gather weights again for the backward pass, as stage 3 does; else keep them from the forward.
         kept: within a step keep weights whole and reduce once, as stage 1 does.
+        group: size of the groups of ranks that shard (hybrid sharding); None: all ranks are one.
     """
 
-    def __init__(self, stack: Stack, microbatches: int, reshard: bool, kept: bool) -> None:
+    def __init__(self, stack: Stack, microbatches: int, reshard: bool, kept: bool, group: int | None = None) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         super().__init__(stack, microbatches)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        ranks = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (ranks // (group or ranks), group or ranks), mesh_dim_names=("copies", "shards"))
         model = stack.whole()
         for entry in model:
-            fully_shard(entry, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
-        self._kept = kept
+            fully_shard(entry, mesh=mesh if group else mesh["shards"], reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh if group else mesh["shards"], reshard_after_forward=False)
+        self._kept, self._grouped = kept, group is not None
         self._optimize(model)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -173,6 +175,8 @@ class Fsdp(Loop):
         if self._kept:
             self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
             self.model.set_reshard_after_backward(last)  # type: ignore[operator]
+        if self._grouped:  # between the groups, once a step
+            self.model.set_requires_all_reduce(last)  # type: ignore[operator]
         return contextlib.nullcontext()
 
 
@@ -214,18 +218,21 @@ class Maker(NamedTuple):
     """A contender: its name, how to make it, and what its method must send in a step.
 
     ``collectives`` counts reduce-scatters and all-gathers of all weights; an all-reduce is two of them. ``sharded`` is
-    True if each rank steps only its share of the weights.
+    True if each rank steps only its share of the weights. Ranks shard in groups of ``group``; None: all together.
     """
 
     name: str
     make: Callable[[], Contender]
     collectives: int
     sharded: bool = True
+    group: int | None = None
 
     def must_send(self, stack: Stack) -> float:
         """Bytes that each rank must send in a step."""
         size, ranks = sum(p.numel() * p.element_size() for p in stack.whole().parameters()), dist.get_world_size()
-        return self.collectives * size * (ranks - 1) / ranks
+        group = self.group or ranks
+        copies = ranks // group
+        return self.collectives * size * (group - 1) / group + 2 * size / group * (copies - 1) / copies
 
 
 def contenders(stack: Stack, microbatches: int) -> Iterator[Maker]:
@@ -250,5 +257,11 @@ def contenders(stack: Stack, microbatches: int) -> Iterator[Maker]:
         ("FSDP2, kept, reducing once", False, True, 2),
     ):
         yield Maker(name, partial(Fsdp, stack, microbatches, reshard, keep), collectives)
+    if dist.get_world_size() >= 4:
+        groups: dict[str, Callable[[], Contender]] = {
+            "triax stage 3, groups of 2": partial(Triax, stack, microbatches, {"stage": 3, "shard_size": 2}),
+            "FSDP2, groups of 2": partial(Fsdp, stack, microbatches, True, False, 2),
+        }
+        yield from (Maker(name, make, 3 * microbatches, group=2) for name, make in groups.items())
     for stage, collectives in ((1, 2), (2, 1 + microbatches), (3, 3 * microbatches)):
         yield Maker(f"DeepSpeed stage {stage}", partial(DeepSpeed, stack, microbatches, stage), collectives)
