@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from ..base.errors import describe
 from ..base.option_error import OptionError
@@ -46,12 +46,29 @@ class Optimizer(_Named):
     """Optimizer by name, as ``Optimizer("Muon", lr=0.02)``: of torch.optim, or of triax.
 
     In Python a function does the same: ``functools.partial(torch.optim.AdamW, lr=1e-3)``. Adafactor needs whole
-    tensors: ZeRO stage 0.
+    tensors: ZeRO stage 0. ``state`` keeps the optimizer's state in fewer bits between two steps, with the same numbers
+    on every grid.
 
     >>> engine = triax.Engine(nn.Linear(4, 1), optimizer=triax.Optimizer("AdamW", lr=1e-3), batch=1)
     >>> [(group["lr"], group["weight_decay"]) for group in engine.optimizer.param_groups]
     [(0.001, 0.01)]
     """
+
+    state: Literal["bf16", "int8", "int4"] | None = option(
+        None,
+        "Optimizer state between two steps: bf16, or codes of 8 or 4 bits with a scale for each 64 elements; for "
+        "elementwise optimizers. None: full precision.",
+    )
+
+    def __init__(
+        self, type: str, /, state: Literal["bf16", "int8", "int4"] | None = None, **arguments: Any
+    ) -> None:
+        object.__setattr__(self, "state", state)
+        super().__init__(type, **arguments)
+
+    def plain(self, given: bool = False) -> dict[str, Any]:
+        """Return the name, the arguments and the kind of state, if it is given, as a file has them."""
+        return super().plain(given) | ({} if self.state is None else {"state": self.state})
 
 
 @dataclass(frozen=True, init=False)

@@ -42,6 +42,7 @@ class ZeroOptions:
         max_reuse_distance: in stage 3, keep a layer gathered if it runs again before so many elements of other
             layers have run.
         offload: what is kept in host memory or on disk.
+        state: kind of the optimizer's state between two steps: ``bf16``, ``int8`` or ``int4``; None: the optimizer's.
         exchange: makes what combines the replicas' gradients in place of a plain sum, in stages 0 and 1; None: sum.
         zeropp: options of ZeRO++; None: off.
     """
@@ -65,6 +66,7 @@ class ZeroOptions:
     prefetch_bucket_size: int | None = None
     max_live_parameters: int | None = None
     max_reuse_distance: int = 0
+    state: str | None = None
     offload: OffloadPlan = field(default_factory=OffloadPlan)
     exchange: MakeExchange | None = None
     zeropp: CommunicationSavings | None = None

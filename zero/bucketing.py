@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from ..grid import Grid
 from .axis_options import ZeroOptions
 from .bucket import Bucket
-from .flat import PARTIAL, REPLICATED, SHARDED, Item, plan, rules_of_size
+from .flat import ALIGN, PARTIAL, REPLICATED, SHARDED, Item, plan, rules_of_size
 from .managed import BucketKey, ManagedParameter
 from .offload import OffloadMemory
 from .shard_groups import shards
+from .stored_state import BLOCK, kind_of_state
 from .summed_buckets import TransientBucket, WholeBucket
 
 # Ends of the names of buffers that are not cast.
@@ -77,11 +78,14 @@ def make_buckets(
             persistent=persistent,
             low_precision=low_precision is None or member.parameter in low_precision,
             own_bucket=own_bucket,
+            state=kind_of_state(
+                None if member.group is None else options.state, layout, dtype, tensor, grid.expert.size
+            ),
             replicas=replicas,
         )
         items.append(Item(number, member.parameter.numel(), run, key, size, size_of_group))
     buckets: list[Bucket] = []
-    for flat in plan(items, capacity):
+    for flat in plan(items, capacity, BLOCK if options.state in ("int8", "int4") else ALIGN):
         assert isinstance(flat.key, BucketKey)
         sharded = options.sharding(flat.shards) >= 2 and flat.key.tie is None
         kind = TransientBucket if sharded else WholeBucket

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 # Parameters start on multiples of this many elements (64 bytes of fp32), as an allocator would place them.
-_ALIGN = 16
+ALIGN = 16
 
 # If nothing is sent, a parameter of so many elements or more has a bucket of its own: the gradient that autograd makes
 # then becomes the bucket's without a copy. (Copying a smaller one takes no longer than one more bucket.)
@@ -113,13 +113,14 @@ class FlatBucket:
         return low, max(low, high)
 
 
-def plan(items: Iterable[Item], capacity: int) -> list[FlatBucket]:
+def plan(items: Iterable[Item], capacity: int, align: int = ALIGN) -> list[FlatBucket]:
     """Return the layouts of the buckets for parameters.
 
     Args:
         items: in the order of the model. Buckets are filled from the last item to the first, and are returned in the
             order in which the backward pass completes their gradients.
         capacity: elements of a bucket at most; a larger parameter gets a bucket of its own.
+        align: parameters and shards begin at multiples of this number of elements.
 
     Raises:
         ValueError: ``capacity`` is less than 1.
@@ -136,15 +137,15 @@ def plan(items: Iterable[Item], capacity: int) -> list[FlatBucket]:
         for item in reversed(group):
             size = item.size or item.numel
             if filling and total + size > capacity:
-                buckets.append(_bucket(key, filling))
+                buckets.append(_bucket(key, filling, align))
                 filling, total = [], 0
             filling.append(item)
             total += size
-        buckets.append(_bucket(key, filling))
+        buckets.append(_bucket(key, filling, align))
     return sorted(buckets, key=lambda bucket: -min(slot.number for slot in bucket.slots))
 
 
-def _bucket(key: Hashable, items: list[Item]) -> FlatBucket:
+def _bucket(key: Hashable, items: list[Item], align: int) -> FlatBucket:
     slots, runs = [], []
     at = 0
     for run in RUNS:
@@ -152,8 +153,8 @@ def _bucket(key: Hashable, items: list[Item]) -> FlatBucket:
         for item in items:
             if item.run == run:
                 slots.append(Slot(item.number, at, at + item.numel))
-                at += -(-item.numel // _ALIGN) * _ALIGN
+                at += -(-item.numel // align) * align
         runs.append((start, at))
     shards = items[0].shards
-    step = shards * _ALIGN
+    step = shards * align
     return FlatBucket(key, tuple(slots), tuple(runs), -(-at // step) * step, shards)

@@ -41,7 +41,7 @@ class FlatWeights:
     Attributes:
         flat, memory: as given.
         members: the parameters of this bucket, in the order of ``flat.slots``.
-        stages, layers, tie, counted, group, replicas: of ``BucketKey``.
+        stages, layers, tie, counted, group, state, replicas: of ``BucketKey``.
         axis: the axis over which the parameters are replicated.
         shard_axis, copies: the ranks of it that shard them, and those that hold the same shards; see ``ShardGroup``.
         weights: (numel,), padded with zeros. In stage 3 its storage is empty while it is released.
@@ -68,7 +68,7 @@ class FlatWeights:
         self.flat, self.memory = flat, memory
         self.members = [members[slot.number] for slot in flat.slots]
         self.stages, self.layers, self.tie = key.stages, key.layers, key.tie
-        self.counted, self.group, self.replicas = key.counted, key.group, key.replicas
+        self.counted, self.group, self.state, self.replicas = key.counted, key.group, key.state, key.replicas
         self.axis, self._device = grid.axis(key.replicas), grid.device
         self.shard_axis, self.copies = shard_group(grid, key.replicas, options.shard_size)
         self._allgather_partitions = options.allgather_partitions

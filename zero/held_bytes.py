@@ -40,6 +40,7 @@ def held_bytes(data_axis: ZeroDataAxis, module: torch.nn.Module) -> dict[str, in
         held["compression"] = sum(t.nbytes for flats in data_axis.exchange.state().values() for t in flats)
     if data_axis.optimizer is not None:
         states = [t for state in data_axis.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        states += [t for b in data_axis.buckets for t in data_axis.stepper.sub_group_state(b) if b.state is not None]
         held["optimizer"] = sum(t.nbytes for t in states if t.dim() and data_axis.memory.place(t) == "none")
     return held
 

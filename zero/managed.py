@@ -53,4 +53,5 @@ class BucketKey(NamedTuple):
     persistent: bool  # not sharded in stage 3
     low_precision: bool  # summed in ``communication_dtype``
     own_bucket: int | None  # number of a parameter that has a bucket of its own
+    state: str | None  # kind of the optimizer's state, as ``kind_of_state`` returns it
     replicas: str  # the grid's axis over which the parameters are replicated: that of ``Layout.replicas``

@@ -242,18 +242,28 @@ class RangeStepper:
             yield bucket.master, [member.layout.name for member in bucket.members]
 
     def sub_group_state(self, bucket: Bucket) -> list[Tensor]:
-        """Return the state tensors of a bucket that is stepped in sub-groups."""
-        return [] if self._sub_groups is None else [*self._sub_groups.state_of.get(bucket, {}).values()]
+        """Return the tensors that hold the state of a bucket that is stepped in sub-groups."""
+        return [] if self._sub_groups is None or not bucket.trained else self._sub_groups.tensors_of(bucket)
+
+    def clear_sub_groups(self) -> None:
+        """Set the state of sub-groups to zero, as before the first step."""
+        if self._sub_groups is not None:
+            self._sub_groups.clear()
 
     def state_of(self, bucket: Bucket, parameter: Tensor, key: str) -> tuple[Tensor, int] | None:
         """Return a flat state tensor that has a parameter's part, and the place of its first element in the bucket.
 
-        None if the optimizer has no elementwise state of that key.
+        None if the optimizer has no elementwise state of that key. After a change of it, call ``keep_state``.
         """
         if bucket.master is None:
             return None
-        value: Any = self.optimizer.state.get(bucket.master, {}).get(key)
-        return (value, bucket.owned[0]) if is_elementwise(value, bucket.master) else None
+        value: Any = dict(self._elementwise_state(bucket.master)).get(key)
+        return None if value is None else (value, bucket.owned[0])
+
+    def keep_state(self, bucket: Bucket, key: str, value: Tensor) -> None:
+        """Store a flat state tensor that ``state_of`` or ``load_targets`` has given, and that was changed."""
+        if self._sub_groups is not None:
+            self._sub_groups.keep(bucket, key, value)
 
     def state_tensors(self) -> Iterator[tuple[int, str, Tensor]]:
         """Yield the elementwise optimizer state: the index in ``masters``, the key, and the state tensor."""
@@ -289,6 +299,7 @@ class RangeStepper:
                     for part in ranges.of_bucket(bucket, flat, bucket.owned[0], False):
                         if dtype_of(part.name, key) is not None:
                             yield key, part
+                    self.keep_state(bucket, key, flat)
                     bucket.memory.evict(flat)
 
     def first_state(self) -> Mapping[Any, dict[str, Any]]:
@@ -327,16 +338,14 @@ class RangeStepper:
         state = self.optimizer.state[bucket.master]
         if self._sub_groups is None:
             return elementwise_target(state, key, bucket.master, dtype)
-        made = self._sub_groups.state_of[bucket]
-        if key not in made:
-            made[key] = bucket.memory.states.zeros(bucket.master.numel(), dtype)
-        state[key] = made[key]
-        return made[key]
+        return self._sub_groups.loaded(bucket, key, dtype, state)
 
     def _elementwise_state(self, master: Tensor) -> Iterator[tuple[str, Tensor]]:
         for key, value in self.optimizer.state.get(master, {}).items():
             if is_elementwise(value, master):
                 yield key, value
+        if self._sub_groups is not None:
+            yield from self._sub_groups.unpacked(master)
 
 
 @contextmanager

@@ -132,10 +132,7 @@ class StateShards:
             state.pop(master, None)
             if master in first:
                 state[master] = first[master]
-        for bucket in self.trained:
-            for value in self.stepper.sub_group_state(bucket):
-                value.zero_()
-                self.data_axis.memory.evict(value)
+        self.stepper.clear_sub_groups()
 
     def set_scalars(self, numbers: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Set the entries of the state that are one number, as ``scalars`` returned them.

@@ -1,6 +1,7 @@
 """The optimizer's step in sub-groups: only one of them is in memory, while the next is prefetched.
 
-A sub-group is a number of elements, of one or several buckets. Rajbhandari et al. 2021 (ZeRO-Infinity), section 5.
+A sub-group is a number of elements, of one or several buckets. Rajbhandari et al. 2021 (ZeRO-Infinity), section 5. State
+in fewer bits (``stored_state.py``) has full precision within the step of its sub-group only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from .bucket import Bucket
 from .protocols import MakeOptimizer
+from .stored_state import BLOCK, StoredState, stored_state
 
 Groups = list[dict[str, Any]]
 
@@ -29,10 +31,14 @@ class BucketPiece(NamedTuple):
 def sub_groups(buckets: Sequence[Bucket], size: int) -> Iterator[list[BucketPiece]]:
     """Cut and join the owned ranges to sub-groups of ``size`` elements; the last one may be smaller.
 
+    If state is kept in fewer bits, sub-groups are whole blocks: of codes, and for kernels, which round the elements
+    behind the last full vector otherwise.
     A tied bucket has sub-groups of its own, which are cut equally on each of its stages: kernels round an element by
     its place in a tensor, and ties must stay equal bit by bit.
     """
     pieces: list[BucketPiece] = []
+    if any(bucket.state is not None for bucket in buckets):
+        size = max(BLOCK, size // BLOCK * BLOCK)
     room = size
     before: Bucket | None = None
     for bucket in buckets:
@@ -66,6 +72,7 @@ class SubGroups:
             state. Its own ``step`` runs after all sub-groups, without gradients: it updates no weight, but counts the
             step and runs the optimizer's hooks.
         state_of: the elementwise state of each bucket by key, each a tensor of the bucket's elements on this rank.
+        stored: in place of that, state in fewer bits.
     """
 
     def __init__(self, make: MakeOptimizer, buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -> None:
@@ -92,14 +99,48 @@ class SubGroups:
             sample.grad = torch.zeros_like(sample)
         trial = in_training(_fused(make(grouped(samples))))
         trial.step()
-        self.state_of: dict[Bucket, dict[str, Tensor]] = {
-            bucket: {
-                key: bucket.memory.states.zeros(masters[bucket].numel(), value.dtype)
-                for key, value in trial.state[sample].items()
-                if is_elementwise(value, sample)
-            }
-            for bucket, sample in samples.items()
-        }
+        self.state_of: dict[Bucket, dict[str, Tensor]] = {bucket: {} for bucket in samples}
+        self.stored: dict[Bucket, dict[str, StoredState]] = {bucket: {} for bucket in samples}
+        for bucket, sample in samples.items():
+            for key, value in trial.state[sample].items():
+                if is_elementwise(value, sample):
+                    self._allocate(bucket, key, value.dtype)
+
+    def clear(self) -> None:
+        """Set all state to zero, as before the first step."""
+        for stored in (each for of_bucket in self.stored.values() for each in of_bucket.values()):
+            stored.clear()
+        for bucket, tensors in self.state_of.items():
+            for tensor in tensors.values():
+                tensor.zero_()
+                bucket.memory.evict(tensor)
+
+    def unpacked(self, master: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield key and value, at full precision, of the state in fewer bits of a master, if it has any."""
+        for bucket, of_bucket in self.stored.items():
+            for key, stored in of_bucket.items() if bucket.master is master else ():
+                if stored.filled:
+                    yield key, stored.read(0, bucket.owned_numel)
+
+    def loaded(self, bucket: Bucket, key: str, dtype: torch.dtype, state: dict[str, Any]) -> Tensor:
+        """Return a tensor for a bucket's state under a key, to be filled and then given to ``keep``.
+
+        Args:
+            bucket: the bucket.
+            key: key of the state.
+            dtype: dtype of the tensor, if it is made here.
+            state: the optimizer's state of the master, which gets the tensor, but no state in fewer bits.
+        """
+        self._allocate(bucket, key, dtype)
+        if (stored := self.stored[bucket].get(key)) is not None:
+            return stored.read(0, bucket.owned_numel)
+        state[key] = self.state_of[bucket][key]
+        return self.state_of[bucket][key]
+
+    def tensors_of(self, bucket: Bucket) -> list[Tensor]:
+        """Return the tensors that hold the state of a bucket."""
+        packed = [tensor for stored in self.stored[bucket].values() for tensor in stored.tensors()]
+        return [*self.state_of[bucket].values(), *packed]
 
     def step(self, scale: float, without: Collection[Tensor]) -> None:
         """Scale the gradients, and step the masters and shards. The new weights are not sent to other replicas."""
@@ -138,6 +179,11 @@ class SubGroups:
                 whole = is_elementwise(value, bucket.master)
                 # A step counter is copied: it must not count the pieces of one step.
                 state[part][key] = value[start:stop] if whole else copied(value)
+            # In the first step there is none, though the pieces before this one may have stored theirs.
+            begun = bucket.master in self.optimizer.state
+            for key, stored in self.stored[bucket].items() if begun else ():
+                if stored.filled:
+                    state[part][key] = stored.read(start, stop)
             chosen[bucket.group].append(part)
             parts.append(part)
         groups = [{**g, "params": some} for g, some in zip(self.optimizer.param_groups, chosen, strict=True)]
@@ -157,34 +203,46 @@ class SubGroups:
         for (bucket, start, stop), part in zip(pieces, parts, strict=True):
             rest[bucket] = {}
             for key, value in worker.state[part].items():
-                if is_elementwise(value, part) and (key in self.state_of[bucket] or part.numel() > 1):
-                    self._keep(bucket, key, value, start, stop)
+                known = key in self.state_of[bucket] or key in self.stored[bucket]
+                if is_elementwise(value, part) and (known or part.numel() > 1):
+                    self.keep(bucket, key, value, start)
                 else:
                     rest[bucket][key] = value
             bucket.update(start, stop)
 
-    def _keep(self, bucket: Bucket, key: str, value: Tensor, start: int, stop: int) -> None:
-        """Copy a piece of an optimizer state to ``state_of``, unless the optimizer has updated that memory in place.
+    def keep(self, bucket: Bucket, key: str, value: Tensor, start: int = 0) -> None:
+        """Store a piece of an optimizer state, unless the optimizer has updated the stored memory in place.
 
         Args:
             bucket: the bucket of the piece.
             key: key of the state.
-            value: (stop - start,), the state after the step.
-            start, stop: the piece's range in the owned range.
+            value: (n,), the state after the step.
+            start: first element of the piece in the owned range.
         """
-        made = self.state_of[bucket]
-        if key not in made:
-            made[key] = bucket.memory.states.zeros(bucket.owned[1] - bucket.owned[0], value.dtype)
-        target = made[key][start:stop]
+        self._allocate(bucket, key, value.dtype)
+        if (stored := self.stored[bucket].get(key)) is not None:
+            stored.write(start, value)
+            return
+        target = self.state_of[bucket][key][start : start + value.numel()]
         if target.data_ptr() != value.data_ptr():
             target.copy_(value)
+
+    def _allocate(self, bucket: Bucket, key: str, dtype: torch.dtype) -> None:
+        """Allocate the state of a key, if there is none."""
+        memory = bucket.memory.states
+        if bucket.state is not None and dtype.is_floating_point:
+            if key not in self.stored[bucket]:
+                self.stored[bucket][key] = stored_state(bucket.state, key, bucket.owned_numel, dtype, memory)
+        elif key not in self.state_of[bucket]:
+            self.state_of[bucket][key] = memory.zeros(bucket.owned_numel, dtype)
 
     def _tensors(self, piece: BucketPiece) -> list[Tensor]:
         """Return the tensors that the update of a piece reads or writes."""
         bucket, start, stop = piece
         assert bucket.master is not None
         flat = [bucket.owned_gradient, bucket.master.detach(), bucket.shard, *self.state_of[bucket].values()]
-        return [tensor[start:stop] for tensor in flat]
+        packed = [tensor for stored in self.stored[bucket].values() for tensor in stored.tensors()]
+        return [*(tensor[start:stop] for tensor in flat), *packed]
 
 
 def worker_of(optimizer: torch.optim.Optimizer, groups: Groups, state: Any) -> torch.optim.Optimizer:

@@ -42,6 +42,7 @@ class ParameterValues:
         self.exists = flat_values is not None
         if flat_values is not None:
             flat, first = flat_values
+            self._flat = flat
             low, high = max(start, first), min(stop, first + flat.numel())
             self.local, self._start = flat.detach()[low - first : max(high, low) - first], low - start
 
@@ -79,6 +80,8 @@ class ParameterValues:
         if self._kind == GRADIENT and not self._data_axis.stepped:
             self._data_axis.reducer.give(self._parameter)
         if self._kind != WEIGHTS:
+            if self._kind != GRADIENT:
+                self._data_axis.stepper.keep_state(self._bucket, self._kind, self._flat)
             return
         if self._bucket.trained:
             self._bucket.update()

@@ -49,6 +49,8 @@ def choose_optimizer(
         return None
     if isinstance(optimizer, Optimizer):
         cls, params = optimizers.resolve(optimizer.type, optimizer.arguments)
+        if optimizer.state is not None:
+            _require_elementwise_state(cls, optimizer)
     elif (resolved := _class_of(optimizer)) is None:
         return _from_function(optimizer)
     else:
@@ -207,6 +209,20 @@ def require_elementwise(cls: type[torch.optim.Optimizer]) -> None:
         raise ConfigError(
             f"{cls.__name__} needs whole tensors, but ZeRO keeps flat ranges of parameters and optimizer state. Use "
             f"one of {', '.join((*ELEMENTWISE, 'Lion'))}"
+        )
+
+
+def _require_elementwise_state(cls: type[torch.optim.Optimizer], optimizer: Optimizer) -> None:
+    """Refuse state in fewer bits for an optimizer that steps whole layers, or has state of its own shape.
+
+    Raises:
+        OptionError: it does.
+    """
+    special = optimizers.WHOLE_TENSOR | optimizers.LAYERWISE
+    if cls.__name__ in special or hasattr(cls, "stepper"):
+        raise refusal(
+            f"<optimizer.state> is {optimizer.state}, and {cls.__name__} steps more than single elements: leave state "
+            f"out, or use one of {', '.join((*ELEMENTWISE, 'Lion'))}"
         )
 
 

@@ -9,6 +9,7 @@ from ...base.dtypes import dtype_of
 from ...base.option_error import Note, OptionError
 from ...grid.grid import Grid
 from ...options.engine import EngineOptions
+from ...options.named import Optimizer
 from ...options.reduction import GradientReduction
 from ...options.zero import Offload, Zero
 from ...zero.axis_options import ZeroOptions
@@ -36,6 +37,7 @@ def zero_options(options: EngineOptions, grid: Grid, module: nn.Module) -> ZeroO
         except ValueError as error:
             raise OptionError("zero.shard_size", reason=str(error)) from error
     low_precision = low_precision_parameters(options, module, grid)
+    kind = options.optimizer.state if isinstance(options.optimizer, Optimizer) else None
     prescale = _prescale(options.reduction, data)
     return ZeroOptions(
         stage=zero.known_stage,
@@ -57,7 +59,8 @@ def zero_options(options: EngineOptions, grid: Grid, module: nn.Module) -> ZeroO
         prefetch_bucket_size=zero.prefetch_bucket_size,
         max_live_parameters=zero.max_live_parameters,
         max_reuse_distance=zero.max_reuse_distance,
-        offload=_offload(zero),
+        offload=_offload(zero, kind is not None),
+        state=kind,
         exchange=make_exchange(options, module, grid),
         zeropp=_zeropp(zero, data),
     )
@@ -125,7 +128,8 @@ def _zeropp(zero: Zero, data: int) -> ZeroPlusPlus | None:
     return zeropp
 
 
-def _offload(zero: Zero) -> OffloadPlan:
+def _offload(zero: Zero, packed: bool) -> OffloadPlan:
+    """Return the places of tensors; state that is ``packed`` in fewer bits is unpacked one sub-group after another."""
     states = zero.offload_optimizer
     parameters = zero.offload_parameters if zero.stage == 3 else Offload()  # weights have shards in stage 3 only
     return OffloadPlan(
@@ -134,5 +138,5 @@ def _offload(zero: Zero) -> OffloadPlan:
         sub_group_size=zero.sub_group_size or OffloadPlan.sub_group_size,
         pipeline_read=states.pipeline_read,
         pipeline_write=states.pipeline_write,
-        always=zero.sub_group_size is not None,
+        always=zero.sub_group_size is not None or packed,
     )
