@@ -60,9 +60,13 @@ class ShardRanges:
             first: index in the bucket of the first element of ``flat``.
             mine: yield only the ranges that this rank writes; if False, yield all ranges.
         """
-        start, stop = bucket.flat.owned(bucket.shard_axis.rank) if mine else (first, first + flat.numel())
-        if mine and bucket.copies is not None and not bucket.copies.is_first:
-            return  # the first group writes
+        start, stop = first, first + flat.numel()
+        if mine:
+            # In local SGD the bucket's own axis has one replica, and the first one of the grid writes.
+            axis = self.grid.axis(bucket.replicas) if bucket.copies is None else bucket.shard_axis
+            if bucket.copies is not None and not bucket.copies.is_first:
+                return  # the first group writes
+            start, stop = bucket.flat.owned(axis.rank)
         for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
             low, high = max(slot.start, start), min(slot.stop, stop)
             if (low < high or slot.start == slot.stop) and not (
