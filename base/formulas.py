@@ -39,6 +39,10 @@ STATES = {
 }
 
 
+# Bytes of an element of optimizer state in fewer bits; codes have a scale of 4 bytes for each 64 elements.
+STATE_BYTES = {"bf16": 2.0, "int8": 1 + 4 / 64, "int4": 0.5 + 4 / 64}
+
+
 def optimizer_states(name: str, options: Mapping[str, Any]) -> int:
     """Return the number of state tensors of an optimizer; of an unknown one, AdamW's."""
     return STATES.get(name.lower(), STATES["adamw"]) + sum(

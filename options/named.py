@@ -60,9 +60,7 @@ class Optimizer(_Named):
         "elementwise optimizers. None: full precision.",
     )
 
-    def __init__(
-        self, type: str, /, state: Literal["bf16", "int8", "int4"] | None = None, **arguments: Any
-    ) -> None:
+    def __init__(self, type: str, /, state: Literal["bf16", "int8", "int4"] | None = None, **arguments: Any) -> None:
         object.__setattr__(self, "state", state)
         super().__init__(type, **arguments)
 

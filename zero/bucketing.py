@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from ..grid import Grid
 from .axis_options import ZeroOptions
 from .bucket import Bucket
-from .flat import ALIGN, PARTIAL, REPLICATED, SHARDED, Item, plan, rules_of_size
+from .flat import ALIGN, BLOCK, PARTIAL, REPLICATED, SHARDED, Item, plan, rules_of_size
 from .managed import BucketKey, ManagedParameter
 from .offload import OffloadMemory
 from .shard_groups import shards
-from .stored_state import BLOCK, kind_of_state
+from .stored_state import kind_of_state
 from .summed_buckets import TransientBucket, WholeBucket
 
 # Ends of the names of buffers that are not cast.

@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 # Parameters start on multiples of this many elements (64 bytes of fp32), as an allocator would place them.
 ALIGN = 16
+# Optimizer state in 8 or 4 bits (``stored_state.py``): elements of one scale, at whose multiples parameters then start,
+# and elements of the smallest parameter that has such state, as in bitsandbytes.
+BLOCK, LEAST_CODED = 64, 4096
 
 # If nothing is sent, a parameter of so many elements or more has a bucket of its own: the gradient that autograd makes
 # then becomes the bucket's without a copy. (Copying a smaller one takes no longer than one more bucket.)

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from ..grid.layout import Layout
+from .flat import BLOCK, LEAST_CODED
 from .offload import Memory
 
-BLOCK = 64  # elements of one scale
-LEAST = 4096  # elements of the smallest parameter whose state is coded, as in bitsandbytes
 _BITS = {"int8": 8, "int4": 4}
 # Keys of state that is never negative: squares, and sums and maxima of them.
 _UNSIGNED = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"}
@@ -163,7 +162,7 @@ def kind_of_state(kind: str | None, layout: Layout, dtype: torch.dtype, tensor: 
     Raises:
         ValueError: a shard begins or ends within a block.
     """
-    if kind is None or not dtype.is_floating_point or (kind in _BITS and math.prod(layout.shape) < LEAST):
+    if kind is None or not dtype.is_floating_point or (kind in _BITS and math.prod(layout.shape) < LEAST_CODED):
         return None
     if kind in _BITS:
         require_blocks(layout, tensor, expert)
@@ -176,8 +175,8 @@ def require_blocks(layout: Layout, tensor: int, expert: int) -> None:
     Raises:
         ValueError: one does not.
     """
-    dims = [dim for dim, size in ((layout.shard_dim, tensor), (layout.expert_dim, expert)) if dim is not None and size > 1]
-    for dim in dims:
+    cut = ((layout.shard_dim, tensor), (layout.expert_dim, expert))
+    for dim in (dim for dim, size in cut if dim is not None and size > 1):
         run = math.prod(layout.shape[dim + 1 :])
         for rank in range(tensor):
             for box in (box for e in range(expert) for box in layout.boxes(rank, tensor, (e, expert))):

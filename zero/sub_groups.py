@@ -1,7 +1,7 @@
 """The optimizer's step in sub-groups: only one of them is in memory, while the next is prefetched.
 
-A sub-group is a number of elements, of one or several buckets. Rajbhandari et al. 2021 (ZeRO-Infinity), section 5. State
-in fewer bits (``stored_state.py``) has full precision within the step of its sub-group only.
+A sub-group is a number of elements, of one or several buckets. Rajbhandari et al. 2021 (ZeRO-Infinity), section 5.
+State in fewer bits (``stored_state.py``) has full precision within the step of its sub-group only.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from .bucket import Bucket
+from .flat import BLOCK
 from .protocols import MakeOptimizer
-from .stored_state import BLOCK, StoredState, stored_state
+from .stored_state import StoredState, stored_state
 
 Groups = list[dict[str, Any]]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...base.dtypes import short_name
-from ...base.formulas import STATES, ModelStates, model_states
+from ...base.formulas import STATE_BYTES, STATES, ModelStates, model_states
 from ...grid import Grid, layout_of
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.held_bytes import held_bytes, offloaded_bytes
@@ -104,6 +104,9 @@ class MemoryAccounts:
                 short_name(parameter.dtype) or "fp32",
                 states_kept(optimizer) if optimizer is not None else 0,
             )
+            if options.state is not None:
+                full = max(4, parameter.element_size())
+                states = states._replace(optimizer=states.optimizer / full * STATE_BYTES[options.state])
             for name, value in states._asdict().items():
                 if name == "parameters" or parameter in trained:
                     total[name] += value

@@ -25,9 +25,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
-from ...base.formulas import BYTES, STATES
+from ...base.formulas import BYTES, STATE_BYTES, STATES
 from ...options.engine import EngineOptions
-from ...zero.flat import REPLICATED, Item, rules_of_size
+from ...options.named import Optimizer
+from ...zero.flat import ALIGN, BLOCK, LEAST_CODED, REPLICATED, Item, rules_of_size
 from ...zero.flat import plan as plan_buckets
 from .additive import Additive
 from .cached import cached_method
@@ -36,7 +37,6 @@ from .layers_by_kind import TIED_KIND, RankLayers, TiedWeight
 from .parallel_layout import ParallelLayout, Replicas
 
 BUCKET = 2**22  # default of ``zero.bucket_size``, in elements
-_ALIGN = 16  # elements; as ``zero.flat`` pads each replica's shard
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class StateOptions:
             ``all``: one group.
         frozen: no weight is trained, as under LoRA, whose factors do not count here.
         mlp_tile: ``recompute.mlp_tile``, in tokens of a sequence.
+        state: ``optimizer.state``, kind of the optimizer's state between two steps.
     """
 
     precision: str = "bf16"
@@ -67,6 +68,7 @@ class StateOptions:
     decays: str = "all"
     frozen: bool = False
     mlp_tile: int | None = None
+    state: str | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in BYTES:
@@ -94,6 +96,7 @@ class StateOptions:
             decays=decays,
             frozen=options.lora is not None,
             mlp_tile=options.recompute.mlp_tile,
+            state=options.optimizer.state if isinstance(options.optimizer, Optimizer) else None,
         )
 
     @property
@@ -105,6 +108,11 @@ class StateOptions:
     def wide(self) -> int:
         """Bytes of an element of masters, gradients and optimizer state."""
         return self.size if self.low_precision_masters else max(self.size, 4)
+
+    @property
+    def align(self) -> int:
+        """Elements to whose multiples parameters and shards are padded."""
+        return BLOCK if self.state in ("int8", "int4") else ALIGN
 
     @property
     def states(self) -> int:
@@ -131,12 +139,14 @@ class BucketShape(NamedTuple):
         expert: it holds experts, whose replicas are data x context / expert ranks.
         tied: other pipe ranks hold it too, so that its whole gradient is kept.
         persistent: stage 3 does not shard its weights.
+        small: its parameters are too small for codes, so that their optimizer state has full precision.
     """
 
     numel: int
     expert: bool
     tied: bool
     persistent: bool
+    small: bool
 
 
 class WeightShard(NamedTuple):
@@ -147,12 +157,14 @@ class WeightShard(NamedTuple):
         largest: elements of the largest shard on the tensor axis.
         expert: the weight is an expert's, and the expert axis shards it.
         group: number of the parameter group.
+        small: the whole weight is too small for codes of optimizer state.
     """
 
     numel: int
     largest: int
     expert: bool
     group: int
+    small: bool
 
 
 class StateSplit(NamedTuple):
@@ -231,15 +243,21 @@ class StateMemory:
         """Return the bytes of one bucket: the table at the head of this file."""
         size, wide, on_device = self.options.size, self.options.wide, not split.offload
         stage, shards = split.stage(bucket.expert), split.shards.of(bucket.expert)
-        whole = _padded(bucket.numel, shards)
+        step = shards * self.options.align
+        whole = -(-bucket.numel // step) * step
         owned = whole // shards if stage else whole
         sharded_gradient = stage >= 2 and not bucket.tied
         return StateBytes(
             parameters=size * (owned if stage == 3 and not bucket.persistent else whole),
             gradients=wide * (owned * on_device if sharded_gradient else whole),
             masters=wide * owned * (on_device and wide != size),
-            optimizer=wide * owned * on_device * self.options.states,
+            optimizer=self._state_size(bucket) * owned * on_device * self.options.states,
         )
+
+    def _state_size(self, bucket: BucketShape) -> float:
+        """Return the bytes of an element of a state tensor."""
+        kind = self.options.state
+        return self.options.wide if kind is None or bucket.small else STATE_BYTES[kind]
 
     def _frozen(self, rank: RankLayers, split: BucketSplit) -> float:
         """Return the bytes of weights that are in no bucket, because they are not trained."""
@@ -272,11 +290,12 @@ class StateMemory:
         for number, weight in enumerate(weights):
             alone = bool(split.alone.of(weight.expert))
             rules = rules_of_size(number, weight.largest, threshold=threshold, nothing_sent=alone)
-            items.append(Item(number, weight.numel, REPLICATED, (weight.expert, weight.group, *rules), weight.largest))
+            key = (weight.expert, weight.group, weight.small, *rules)
+            items.append(Item(number, weight.numel, REPLICATED, key, weight.largest))
         buckets: Counter[BucketShape] = Counter()
-        for bucket in plan_buckets(items, self.options.bucket) if items else ():
-            expert, _, persistent, _ = cast(tuple[bool, int, bool, int | None], bucket.key)
-            buckets[BucketShape(bucket.numel, expert, False, persistent)] += 1
+        for bucket in plan_buckets(items, self.options.bucket, self.options.align) if items else ():
+            expert, _, small, persistent, _ = cast(tuple[bool, int, bool, bool, int | None], bucket.key)
+            buckets[BucketShape(bucket.numel, expert, False, persistent, small)] += 1
         return buckets
 
     def _weights(self, kind: int, split: BucketSplit) -> list[WeightShard]:
@@ -292,6 +311,7 @@ class StateMemory:
                 math.prod(weight.local_shape(tensor - 1, tensor, (0, expert))),
                 weight.expert_dim is not None and expert > 1,
                 0 if self.options.decays == "all" or _decays(layer, weight) else 1,
+                self.options.align == BLOCK and math.prod(weight.shape) < LEAST_CODED,
             )
             for weight in layer.weights
         ]
@@ -321,12 +341,6 @@ class StateMemory:
             return self.options.wide * sum(bucket.numel * n for bucket, n in buckets.items() if not bucket.tied)
         # One bucket is filled while two are reduced.
         return 3 * self.options.wide * max((bucket.numel for bucket in buckets), default=0)
-
-
-def _padded(numel: int, shards: int) -> int:
-    """Return the elements of a bucket whose shards are multiples of ``_ALIGN``."""
-    step = shards * _ALIGN
-    return -(-numel // step) * step
 
 
 def _decays(layer: LayerShape, weight: Weight) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,10 @@ from triax import ColumnParallelLinear, Grid, LayerSpec, PipelineModule, RowPara
 from triax.base.errors import ConfigError
 from triax.checkpoint.format.index import read_index
 from triax.checkpoint.reader import Reader
+from triax.compat.deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+from triax.zero.flat import BLOCK
 from triax.zero.offload import Memory
-from triax.zero.stored_state import BLOCK, code_values, stored_state
+from triax.zero.stored_state import code_values, stored_state
 
 from support.toys import error_text
 from support.training import assert_steps_equal, microbatches, pipeline_engine, text_batches, tiny_gpt, train
@@ -130,3 +131,108 @@ def test_every_grid_and_stage_has_the_bits_of_one_process(ranks: Any, tmp_path: 
     for number in range(len(cells)):
         torch.testing.assert_close(saved_state(on_four / str(number)), first, rtol=0, atol=0, msg=str(cells[number]))
         torch.testing.assert_close(saved_state(later / str(number)), last, rtol=0, atol=0, msg=str(cells[number]))
+
+
+def gpt_steps(cells: list[tuple[int, int, dict[str, Any]]], kind: str | None) -> list[Any]:
+    found = []
+    for pipe, tensor, zero in cells:
+        grid = Grid(pipe=pipe, tensor=tensor, timeout=60)
+        module = tiny_gpt(grid, hidden_size=128, num_hidden_layers=2, vocab_size=64)
+        optimizer = triax.Optimizer("AdamW", lr=1e-2, state=kind)
+        engine = pipeline_engine(module, triax.Batch(size=8, microbatches=2), optimizer=optimizer, zero=zero, clip=0.1)
+        found.append(train(engine, microbatches(grid, text_batches(64, 8, 8, 3), 8 // grid.data.size // 2), 3))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
+def test_a_gpt_with_stored_state_trains_as_on_one_process(ranks: Any, kind: str) -> None:
+    [alone] = gpt_steps([(1, 1, {})], kind)
+    [full] = gpt_steps([(1, 1, {})], None)
+    moved = [
+        max((value - other.weights[name]).abs().max() for name, value in step.weights.items())
+        for step, other in zip(alone, full, strict=True)
+    ]
+    assert moved[0] < 1e-12 and moved[1] > 1e-6, "the first step reads no state, the second does"
+    cells = [(2, 1, {"stage": 1}), (1, 2, {"stage": 3}), (1, 1, {"stage": 2, "shard_size": 2})]
+    for rank in ranks(4, gpt_steps, cells, kind):
+        for steps in rank:
+            assert_steps_equal(steps, alone)
+
+
+def moved_between_kinds(folder: str, kinds: list[str | None]) -> list[dict[str, Tensor]]:
+    """Take three steps with the first kind, save, load with the next one, save, ...; return the states as saved."""
+    found = []
+    for number, kind in enumerate(kinds):
+        engine = branches_engine(Grid(), "bf16" if kind is None else kind, {"stage": 1})
+        if kind is None:
+            engine = triax.Engine(
+                PipelineModule([LayerSpec(Branches)], loss_fn=weighted_sum, seed=5),
+                optimizer=triax.Optimizer("AdamW", lr=0.01),
+                batch=triax.Batch(size=ROWS, microbatch=1),
+            )
+        if number:
+            engine.load_checkpoint(Path(folder) / str(number - 1))
+        else:
+            for _ in range(STEPS):
+                engine.train_batch(exact_batches(engine.grid, 1))
+        engine.save_checkpoint(Path(folder) / str(number))
+        found.append(saved_state(Path(folder) / str(number)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
+def test_checkpoints_move_between_full_and_fewer_bits(tmp_path: Path, kind: str) -> None:
+    full, fewer, again, back = moved_between_kinds(str(tmp_path), [None, kind, None, kind])
+    for name, value in full.items():
+        near = torch.linalg.vector_norm(fewer[name] - value) / torch.linalg.vector_norm(value)
+        assert near <= {"bf16": 2e-3, "int8": 2e-2, "int4": 0.2}[kind], name
+    torch.testing.assert_close(again, fewer, rtol=0, atol=0)
+    torch.testing.assert_close(back, fewer, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "bytes_of_64"), [("bf16", 128), ("int8", 68), ("int4", 36)])
+def test_the_memory_report_counts_the_bytes_of_stored_state(kind: str, bytes_of_64: int) -> None:
+    engine = branches_engine(Grid(), kind, {"stage": 1})
+    engine.train_batch(exact_batches(engine.grid, 1))
+    coded, biases = 2 * WIDTH * WIDTH, 2 * WIDTH
+    small = biases * (2 if kind == "bf16" else 4)
+    report = engine.memory_report()
+    assert report["held"]["optimizer"] == 2 * (coded // BLOCK * bytes_of_64 + small)
+    assert report["formula"]["optimizer"] == 2 * (coded + biases) // BLOCK * bytes_of_64
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (triax.Optimizer("Muon", lr=0.1, state="int8"), "Muon steps more than single elements: leave state out"),
+        (triax.Optimizer("Lamb", lr=0.1, state="bf16"), "Lamb steps more than single elements"),
+        (triax.Optimizer("Adafactor", lr=0.1, state="int4"), "Adafactor steps more than single elements"),
+        (triax.Optimizer("OneBitAdam", lr=0.1, state="int8"), "OneBitAdam steps more than single elements"),
+    ],
+)
+def test_optimizers_of_whole_layers_refuse_stored_state(optimizer: Any, words: str) -> None:
+    module = PipelineModule([LayerSpec(nn.Linear, 4, 4)], loss_fn=weighted_sum)
+    assert words in error_text(lambda: triax.Engine(module, optimizer=optimizer, batch=1), ConfigError)
+
+
+def engine_of_narrow_shards() -> str:
+    grid = Grid(tensor=2)
+    layer = LayerSpec(RowParallelLinear, 96, 64, grid=grid)
+    module = PipelineModule([layer], grid=grid, loss_fn=weighted_sum)
+    optimizer = triax.Optimizer("AdamW", lr=0.1, state="int8")
+    return error_text(lambda: triax.Engine(module, optimizer=optimizer, batch=1))
+
+
+def test_a_tensor_shard_that_cuts_a_block_is_refused(ranks: Any) -> None:
+    words = "a shard of layers.0.weight of shape [64, 96] begins or ends within them, because dim 1 is cut into 2"
+    assert all(words in text for text in ranks(2, engine_of_narrow_shards))
+
+
+def test_deepspeeds_functions_read_and_set_stored_state() -> None:
+    engine = branches_engine(Grid(), "int8", {"stage": 1})
+    engine.train_batch(exact_batches(engine.grid, 1))
+    weight = next(engine.module.parameters())
+    before = safe_get_full_optimizer_state(weight, "exp_avg")
+    assert before is not None
+    safe_set_full_optimizer_state(weight, 2 * before, "exp_avg")
+    assert torch.equal(safe_get_full_optimizer_state(weight, "exp_avg"), 2 * before)
