@@ -85,7 +85,7 @@ def engine_options(file: TrainingFile, given: GivenOptions, batch: Batch) -> Eng
         )
     named = given.fields.get("optimizer")
     if named is not None and "lr_scheduler" not in given.fields:
-        given.fields["optimizer"] = Optimizer(named.type, **{"lr": peak, **named.arguments})
+        given.fields["optimizer"] = Optimizer(named.type, state=named.state, **{"lr": peak, **named.arguments})
     rate = {} if "lr_scheduler" in given.fields else {"lr": peak}
     checkpoint = Checkpoints()
     if file.checkpoint.every is not None:

@@ -105,7 +105,7 @@ class RunOptimizer(Optimizer):
     def at_rate(self, **rate: float) -> Optimizer:
         """Return the engine's optimizer; betas and weight_decay of AdamW are those of GPT-3 if they are not given."""
         usual = {"betas": [0.9, 0.95], "weight_decay": 0.1} if self.type == "AdamW" else {}
-        return Optimizer(self.type, **rate, **usual | self.arguments)
+        return Optimizer(self.type, state=self.state, **rate, **usual | self.arguments)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,8 @@ A step:
         and the all-gather of the new weights
     optimizer_kinds.py: trial of an optimizer of another library: if ZeRO may cut what it steps
     optimizer_modes.py: train and eval modes of schedule-free optimizers
-    sub_groups.py: the step in sub-groups, for offloaded state
+    sub_groups.py: the step in sub-groups, for offloaded state and state in fewer bits
+    stored_state.py: optimizer state in bf16, or in codes of 8 or 4 bits
     late_parameters.py: step counts of parameters that some steps left out
     whole_tensors.py: the step of optimizers that need whole tensors (Adafactor), in stage 0
     optimizer_entries.py: what an optimizer counts in its groups and in itself, for checkpoints

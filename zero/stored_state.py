@@ -8,10 +8,12 @@ A block belongs to the elements of the whole parameter, 0 to 63, 64 to 127, ...,
 and end at blocks, and so do tensor shards (``require_blocks``). So each grid has the codes of one process.
 
 8 bits: the dynamic map of Dettmers et al. 2022, arXiv:2110.02861, section 2. Values fall by powers of ten, with more of
-them near the largest. 4 bits: for values of both signs the same map, for squares 1/16 to 1, without 0, because a weight
-is divided by their root (Li et al. 2023, arXiv:2309.01507, section 4). In the papers the lowest code of a signed map is
-above -1; here it is -1, so that the scale is one of the coded values, and what a checkpoint holds, at full precision,
-gets the same codes again.
+them near the largest. 4 bits: for values of both signs the same map; for squares 1/16 to 1 (Li et al. 2023,
+arXiv:2309.01507, section 4). Two codes differ from the first paper's:
+
+- The lowest of both signs is -1, not -0.993. So the scale is one of the coded values, and what a checkpoint holds, at
+  full precision, gets the same codes again.
+- The lowest of squares is 1e-7, not 0. A step divides by their root, and a small square that became 0 would make it huge.
 """
 
 from __future__ import annotations
@@ -137,8 +139,7 @@ def code_values(bits: int, signed: bool) -> Tensor:
         middles = [10.0 ** (decade + 1 - decades) * (0.1 + 0.9 * (part + 0.5) / count) for part in range(count)]
         values += [*middles, *(-middle for middle in middles if signed)]
     values.sort()
-    if signed:
-        values[0] = -1.0
+    values[0] = -1.0 if signed else 1e-7
     return torch.tensor(values)
 
 

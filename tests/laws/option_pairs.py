@@ -78,6 +78,7 @@ FEATURES = [
     Feature('optimizer=Optimizer("Muon")', named("Muon"), "other"),
     Feature('optimizer=Optimizer("Lamb")', named("Lamb"), "other"),
     Feature('optimizer=Optimizer("OneBitAdam")', named("OneBitAdam", freeze_step=1), "rounds", (0,)),
+    Feature('optimizer=Optimizer("AdamW", state="int8")', named("AdamW", state="int8"), "rounds"),
     Feature('zero=Zero(offload_optimizer="cpu")', {"zero": {"offload_optimizer": "cpu"}}),
     Feature(
         'zero=Zero(offload_optimizer="nvme")',
