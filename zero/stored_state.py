@@ -13,7 +13,7 @@ arXiv:2309.01507, section 4). Two codes differ from the first paper's:
 
 - The lowest of both signs is -1, not -0.993. So the scale is one of the coded values, and what a checkpoint holds, at
   full precision, gets the same codes again.
-- The lowest of squares is 1e-7, not 0. A step divides by their root, and a small square that became 0 would make it huge.
+- The lowest of squares is 1e-7, not 0. A step divides by their root, and would be huge for a square that became 0.
 """
 
 from __future__ import annotations

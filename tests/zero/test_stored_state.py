@@ -71,7 +71,7 @@ def weighted_sum(outputs: Tensor, labels: Tensor) -> Tensor:
     return (outputs * labels).sum()
 
 
-def branches_engine(grid: Grid, kind: str, zero: dict[str, Any]) -> Any:
+def branches_engine(grid: Grid, kind: Any, zero: dict[str, Any]) -> Any:
     module = PipelineModule([LayerSpec(Branches)], grid=grid, loss_fn=weighted_sum, seed=5)
     optimizer = triax.Optimizer("AdamW", lr=0.01, state=kind)
     return triax.Engine(module, optimizer=optimizer, batch=triax.Batch(size=ROWS, microbatch=1), zero=zero)
@@ -133,7 +133,7 @@ def test_every_grid_and_stage_has_the_bits_of_one_process(ranks: Any, tmp_path: 
         torch.testing.assert_close(saved_state(later / str(number)), last, rtol=0, atol=0, msg=str(cells[number]))
 
 
-def gpt_steps(cells: list[tuple[int, int, dict[str, Any]]], kind: str | None) -> list[Any]:
+def gpt_steps(cells: list[tuple[int, int, dict[str, Any]]], kind: Any) -> list[Any]:
     found = []
     for pipe, tensor, zero in cells:
         grid = Grid(pipe=pipe, tensor=tensor, timeout=60)
