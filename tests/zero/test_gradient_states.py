@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
+import inspect
 from collections.abc import Callable
-from typing import Any
+from copy import deepcopy
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,19 +14,23 @@ from torch import Tensor, nn
 from triax import Grid
 from triax.zero import ShardedOptimizer
 from triax.zero.bucket import Bucket
-from triax.zero.shown_gradients import TRANSITIONS, GradientState
+from triax.zero.shown_gradients import GradientState
 
-STATES = [state.name for state in GradientState]
+# The next state of a gradient, by the event and the state before it.
+TABLE = """\
+event       what happens                             ABSENT    PRESENT   CLEARED   ASSIGNED  DROPPED
+add         a backward pass has given a gradient     PRESENT   PRESENT   PRESENT   ASSIGNED  PRESENT
+fill        zeros are sent for a missing gradient    PRESENT   PRESENT   CLEARED   ASSIGNED  DROPPED
+vanish      other replicas have had none either      ABSENT    ABSENT    ABSENT    ASSIGNED  DROPPED
+pass        another backward pass begins             ABSENT    PRESENT   PRESENT   ASSIGNED  DROPPED
+zero        user code sets the gradient to zero      ABSENT    CLEARED   CLEARED   ASSIGNED  DROPPED
+drop        user code sets ``.grad`` to None         DROPPED   DROPPED   DROPPED   DROPPED   DROPPED
+assign      user code sets ``.grad`` to a tensor     ASSIGNED  ASSIGNED  ASSIGNED  ASSIGNED  ASSIGNED"""
+NEXT = {row.split()[0]: [GradientState[name] for name in row.split()[-5:]] for row in TABLE.splitlines()[1:]}
 
 
-def test_the_table_in_the_docstring_is_the_one_in_the_code() -> None:
-    rows = re.findall(
-        rf"^ {{4}}(\w+) .*?((?: +(?:{'|'.join(STATES)})){{5}})$", GradientState.__doc__ or "", re.MULTILINE
-    )
-    header, *events = [(event, cells.split()) for event, cells in rows]
-    assert header == ("event", STATES)
-    assert {event: [state.name for state in TRANSITIONS[event]] for event, _ in events} == dict(events)
-    assert TRANSITIONS.keys() == {event for event, _ in events}
+def test_the_docstring_of_gradient_state_has_the_table() -> None:
+    assert TABLE in inspect.getdoc(GradientState)  # type: ignore[operator]
 
 
 class OneGradient:
@@ -96,46 +101,75 @@ def walk() -> list[str]:
     optimizer, _ = optimizer_of(Grid(timeout=60), passes=2)
     gradient = OneGradient(optimizer.backward_passes.data_axis.buckets[0])
     wrong = []
-    for event, after in TRANSITIONS.items():
-        for state in GradientState:
+    for event, after in NEXT.items():
+        for state, wanted in zip(GradientState, after, strict=True):
             gradient.reach(state, filled=event == "vanish")
             getattr(gradient, "pass_" if event == "pass" else event)()
             is_set = gradient.parameter.grad is not None
             right = {"ABSENT": not is_set, "DROPPED": True}.get(gradient.state.name, is_set)
-            if gradient.state is not after[state] or not right:
+            if gradient.state is not wanted or not right:
                 wrong.append(f"{state.name}, {event}: {gradient.state.name}, .grad {'set' if is_set else 'None'}")
     return wrong
 
 
-def test_each_event_in_each_state(ranks: Any) -> None:
+def test_each_event_leads_from_each_state_to_the_tables(ranks: Any) -> None:
     assert ranks(2, walk) == [[], []]
 
 
-USER_CODE: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    # What user code does after the first of two passes, the state then, and after the second pass.
-    "nothing": (lambda p: None, "PRESENT", "PRESENT"),
-    "p.grad.zero_()": (lambda p: p.grad.zero_(), "CLEARED", "PRESENT"),
-    "p.grad = None": (lambda p: setattr(p, "grad", None), "PRESENT", "PRESENT"),  # seen when the second pass begins
+ONES = torch.ones(5, 3, dtype=torch.float64)  # the gradient of the last bias is 5 in each pass
+
+
+class Between(NamedTuple):
+    """User code between two passes, and the state of the gradient that it has changed, before and after the second."""
+
+    changes: Callable[[nn.Parameter], object]
+    state: str
+    state_in_the_end: str
+
+
+USER_CODE = {
+    "nothing": Between(lambda p: None, "PRESENT", "PRESENT"),
+    "p.grad.zero_()": Between(lambda p: p.grad.zero_(), "CLEARED", "PRESENT"),  # type: ignore[union-attr]
+    # Seen when the second pass begins.
+    "p.grad = None": Between(lambda p: setattr(p, "grad", None), "PRESENT", "PRESENT"),
 }
 
 
-@pytest.mark.parametrize("name", USER_CODE)
-def test_what_user_code_does_between_two_passes(name: str) -> None:
-    act, between, after = USER_CODE[name]
+@pytest.mark.parametrize("code", USER_CODE.values(), ids=USER_CODE)
+@pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.bias"])
+def test_a_gradient_changed_between_two_passes_is_as_in_torch(code: Between, name: str) -> None:
     optimizer, module = optimizer_of(Grid(), passes=2)
-    first, second = module[0].weight, module[1].weight  # type: ignore[index]
-    shown = optimizer.backward_passes.data_axis.bucket_of(first).shown
-    x = torch.ones(5, 3, dtype=torch.float64)
+    parameter = dict(module.named_parameters())[name]
+    shown = optimizer.backward_passes.data_axis.bucket_of(parameter).shown
+    plain = deepcopy(module)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     optimizer.zero_grad()
-    assert shown.state(first).name == "ABSENT"
-    module(x).sum().backward()
-    act(first)
-    assert shown.state(first).name == between
-    module(x).sum().backward()
-    assert (shown.state(first).name, shown.state(second).name) == (after, "PRESENT")
+    states = []
+    for model in (module, plain):
+        model(ONES).sum().backward()
+        code.changes(dict(model.named_parameters())[name])
+        states.append(shown.state(parameter).name)
+        model(ONES).sum().backward()
+        states.append(shown.state(parameter).name)
+    assert states[:2] == [code.state, code.state_in_the_end]
+    for found, wanted in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-10, atol=0)
+    optimizer.step()
+    plain_optimizer.step()
+    for found, wanted in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=0)
 
 
-def test_what_user_code_does_after_the_last_pass() -> None:
+def test_a_gradient_assigned_between_two_passes_is_refused() -> None:
+    _, module = optimizer_of(Grid(), passes=2)
+    parameter = dict(module.named_parameters())["0.weight"]
+    module(ONES).sum().backward()
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match=r"p\.grad of .* was assigned between two .*: change it after"):
+        module(ONES).sum().backward()
+
+
+def test_step_takes_gradients_that_user_code_changed_last() -> None:
     optimizer, module = optimizer_of(Grid(), passes=2)
     parameters = dict(module.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
