@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from triax import Grid
 from triax.zero import ShardedOptimizer
 from triax.zero.bucket import Bucket
-from triax.zero.shown_gradients import GradientState
+from triax.zero.shown_gradients import TRANSITIONS, GradientState
 
 # The next state of a gradient, by the event and the state before it.
 TABLE = """\
@@ -29,8 +29,9 @@ assign      user code sets ``.grad`` to a tensor     ASSIGNED  ASSIGNED  ASSIGNE
 NEXT = {row.split()[0]: [GradientState[name] for name in row.split()[-5:]] for row in TABLE.splitlines()[1:]}
 
 
-def test_the_docstring_of_gradient_state_has_the_table() -> None:
+def test_docstring_and_code_have_the_table_of_states() -> None:
     assert TABLE in inspect.getdoc(GradientState)  # type: ignore[operator]
+    assert {event: list(after) for event, after in TRANSITIONS.items()} == NEXT
 
 
 class OneGradient:
