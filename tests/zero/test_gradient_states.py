@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ class OneGradient:
         assert self.state is state
 
 
-def optimizer_of(grid: Grid, passes: int) -> tuple[Any, nn.Module]:
+def optimizer_of(grid: Grid, passes: int) -> tuple[Any, nn.Sequential]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
     made = ShardedOptimizer(
@@ -120,45 +120,35 @@ def test_each_event_leads_from_each_state_to_the_tables(ranks: Any) -> None:
 ONES = torch.ones(5, 3, dtype=torch.float64)  # the gradient of the last bias is 5 in each pass
 
 
-class Between(NamedTuple):
-    """User code between two passes, and the state of the gradient that it has changed, before and after the second."""
-
-    changes: Callable[[nn.Parameter], object]
-    state: str
-    state_in_the_end: str
-
-
-USER_CODE = {
-    "nothing": Between(lambda p: None, "PRESENT", "PRESENT"),
-    "p.grad.zero_()": Between(lambda p: p.grad.zero_(), "CLEARED", "PRESENT"),  # type: ignore[union-attr]
-    # Seen when the second pass begins.
-    "p.grad = None": Between(lambda p: setattr(p, "grad", None), "PRESENT", "PRESENT"),
+# User code between two passes, and the state of the gradient before the second.
+USER_CODE: dict[str, tuple[Callable[[Any], object], str]] = {
+    "nothing": (lambda p: None, "PRESENT"),
+    "p.grad.zero_()": (lambda p: p.grad.zero_(), "CLEARED"),
+    "p.grad = None": (lambda p: setattr(p, "grad", None), "PRESENT"),  # seen when the second pass begins
 }
 
 
-@pytest.mark.parametrize("code", USER_CODE.values(), ids=USER_CODE)
+@pytest.mark.parametrize("code", USER_CODE)
 @pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.bias"])
-def test_a_gradient_changed_between_two_passes_is_as_in_torch(code: Between, name: str) -> None:
+@pytest.mark.parametrize("second", ["all layers", "the last layer"])
+def test_a_gradient_changed_between_two_passes_is_as_in_torch(code: str, name: str, second: str) -> None:
+    change, state = USER_CODE[code]
     optimizer, module = optimizer_of(Grid(), passes=2)
-    parameter = dict(module.named_parameters())[name]
+    plain, parameter = deepcopy(module), module.get_parameter(name)
     shown = optimizer.backward_passes.data_axis.bucket_of(parameter).shown
-    plain = deepcopy(module)
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     optimizer.zero_grad()
-    states = []
-    for model in (module, plain):
+    for model in (plain, module):
         model(ONES).sum().backward()
-        code.changes(dict(model.named_parameters())[name])
-        states.append(shown.state(parameter).name)
-        model(ONES).sum().backward()
-        states.append(shown.state(parameter).name)
-    assert states[:2] == [code.state, code.state_in_the_end]
-    for found, wanted in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-10, atol=0)
+        change(model.get_parameter(name))
+        between = shown.state(parameter).name  # in the end, of the sharded module
+        (model(ONES) if second == "all layers" else model[1](torch.ones(5, 4).double())).sum().backward()
+    wanted = [parameter.grad for parameter in plain.parameters()]
+    torch.testing.assert_close([parameter.grad for parameter in module.parameters()], wanted, rtol=1e-10, atol=0)
+    after = "DROPPED" if plain.get_parameter(name).grad is None else "PRESENT"
+    assert (between, shown.state(parameter).name) == (state, after)
     optimizer.step()
-    plain_optimizer.step()
-    for found, wanted in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=0)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    torch.testing.assert_close([*module.parameters()], [*plain.parameters()], rtol=1e-10, atol=0)
 
 
 def test_a_gradient_assigned_between_two_passes_is_refused() -> None:
