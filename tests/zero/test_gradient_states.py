@@ -88,11 +88,11 @@ class OneGradient:
         assert self.state is state
 
 
-def optimizer_of(grid: Grid, passes: int) -> tuple[Any, nn.Sequential]:
+def optimizer_of(grid: Grid, passes: int, stage: int = 0) -> tuple[Any, nn.Sequential]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
     made = ShardedOptimizer(
-        torch.optim.SGD, module.parameters(), grid, stage=0, backward_passes_per_step=passes, lr=0.1
+        torch.optim.SGD, module.parameters(), grid, stage=stage, backward_passes_per_step=passes, lr=0.1
     )
     return made, module
 
@@ -131,9 +131,10 @@ USER_CODE: dict[str, tuple[Callable[[Any], object], str]] = {
 @pytest.mark.parametrize("code", USER_CODE)
 @pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.bias"])
 @pytest.mark.parametrize("second", ["all layers", "the last layer"])
-def test_a_gradient_changed_between_two_passes_is_as_in_torch(code: str, name: str, second: str) -> None:
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_gradient_changed_between_two_passes_is_as_in_torch(code: str, name: str, second: str, stage: int) -> None:
     change, state = USER_CODE[code]
-    optimizer, module = optimizer_of(Grid(), passes=2)
+    optimizer, module = optimizer_of(Grid(), passes=2, stage=stage)
     plain, parameter = deepcopy(module), module.get_parameter(name)
     shown = optimizer.backward_passes.data_axis.bucket_of(parameter).shown
     optimizer.zero_grad()
