@@ -13,13 +13,8 @@ import torch
 
 import triax
 from triax import Grid, PipelineModule
-from triax.models.config import DecoderConfig, DeepseekConfig, GPTConfig, LlamaConfig, MixtralConfig
-from triax.models.decoder import decoder_layers
-from triax.models.deepseek import deepseek_layers
-from triax.models.gpt import gpt_layers
+from triax.models.config import DeepseekConfig, GPTConfig, LlamaConfig, MixtralConfig
 from triax.models.layers import NextTokenLoss
-from triax.models.llama import llama_layers
-from triax.models.mixtral import mixtral_layers
 from triax.pipe.program.activations import counts_in_flight, peak_activations
 from triax.pipe.schedules.registry import RECIPES, named_schedule
 from triax.plugins.plan.memory import ModelMemory, in_flight
@@ -28,13 +23,6 @@ from triax.plugins.plan.state_memory import StateOptions
 
 from support.paper_formulas import paper_activations
 
-_MAKERS: dict[Any, Any] = {
-    GPTConfig: gpt_layers,
-    LlamaConfig: llama_layers,
-    DecoderConfig: decoder_layers,
-    MixtralConfig: mixtral_layers,
-    DeepseekConfig: deepseek_layers,
-}
 _GPT = GPTConfig.preset("bytes-tiny", num_hidden_layers=3, vocab_size=61)
 _LLAMA = LlamaConfig.preset("llama-tiny", num_hidden_layers=5, vocab_size=61)
 _MIXTRAL = MixtralConfig.preset("mixtral-tiny")
@@ -48,7 +36,7 @@ def held(cases: list[dict[str, Any]], activations: bool = False) -> list[dict[st
 
 def _held(config: Any, layout: ParallelLayout, options: StateOptions, activations: bool) -> Any:
     grid = Grid(layout.pipe, layout.data, layout.tensor, context=layout.context, expert=layout.expert, timeout=60)
-    layers = _MAKERS[type(config)](config, sequence_parallel=bool(layout.sequence_parallel))
+    layers = config.layers(sequence_parallel=bool(layout.sequence_parallel))
     place = RECIPES[layout.schedule].place(layout.pipe, layout.chunks)
     loss = NextTokenLoss(grid, config.vocab_size)
     model = PipelineModule(layers, grid=grid, loss_fn=loss, chunks=layout.chunks, placement=place)
@@ -212,7 +200,7 @@ def test_frozen_weights_cost_two_bytes_each_and_no_states(zero: int, data: int, 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_an_engine_with_lora_has_states_of_the_factors_only(zero: int) -> None:
     grid = Grid(timeout=60)
-    model = PipelineModule(gpt_layers(_GPT), grid=grid, loss_fn=NextTokenLoss(grid, _GPT.vocab_size))
+    model = PipelineModule(_GPT.layers(), grid=grid, loss_fn=NextTokenLoss(grid, _GPT.vocab_size))
     settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
     settings |= {"bf16": {"enabled": True}, "lora": {"rank": 2}, "zero_optimization": {"stage": zero}}
     engine, *_ = triax.initialize(model=model, config=settings)
