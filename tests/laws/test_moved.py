@@ -11,15 +11,9 @@ import pytest
 from triax.base.moved import MODULES, NAMES
 
 # Places that older versions of triax had, and those of today, both within triax: what users' programs may still type.
-MOVED_NAMES = {
-    "zero.OneBitAdam": "gradient_compression.OneBitAdam",
-    "zero.OneBitLamb": "gradient_compression.OneBitLamb",
-    "zero.OneBitSGD": "gradient_compression.OneBitSGD",
-    "zero.PowerSGD": "gradient_compression.PowerSGD",
-    "zero.SparseRows": "gradient_compression.SparseRows",
-    "zero.TopK": "gradient_compression.TopK",
-    "zero.ZeroOneAdam": "gradient_compression.ZeroOneAdam",
-    "grid.VERSION": "base.VERSION",
+COMPRESSION = ("OneBitAdam", "OneBitLamb", "OneBitSGD", "PowerSGD", "SparseRows", "TopK", "ZeroOneAdam")
+MOVED_NAMES = {f"zero.{name}": f"gradient_compression.{name}" for name in COMPRESSION} | {
+    "grid.VERSION": "base.VERSION"
 }
 MOVED_MODULES = {
     "agreement": "grid.agreement",

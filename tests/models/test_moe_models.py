@@ -251,9 +251,6 @@ def test_a_live_models_logits_in_fp32_are_transformers(case: str) -> None:
 def test_configurations_of_moe_models_survive_there_and_back(case: str) -> None:
     config = config_from_hf(make(case))
     assert from_hf(to_hf(config)) == config
-    with torch.device("meta"):
-        model = triax.PipelineModule(config.layers(), grid=Grid(), device="meta")
-    assert sum(parameter.numel() for parameter in model.parameters()) == config.parameter_count
 
 
 def generated(sizes: tuple[int, int, int], folder: str, prompts: list[list[int]]) -> list[list[int]]:
@@ -498,18 +495,6 @@ def test_save_hf_refuses_a_selection_bias_that_a_family_lacks(tmp_path: Path) ->
     bias[0] = 0.5
     with pytest.raises(ValueError, match=f"{name} is not 0, but Hugging Face's mixtral has no bias"):
         save_hf(model, tmp_path / "bias")
-
-
-def test_moe_presets_have_the_published_parameter_counts() -> None:
-    """Of the released weights, as the model cards say: 46.7, 30.5, 6.9, 15.7, 236 and 671 billion."""
-    counts = {name: MixtralConfig.preset(name).parameter_count for name in MixtralConfig.presets()}
-    counts |= {name: DeepseekConfig.preset(name).parameter_count for name in DeepseekConfig.presets()}
-    assert counts["mixtral-8x7b"] == 46_702_792_704
-    assert counts["qwen3-30b-a3b"] == 30_532_122_624
-    assert counts["olmoe-1b-7b"] == 6_919_161_856
-    assert counts["deepseek-v2-lite"] == 15_706_484_224
-    assert counts["deepseek-v2"] == 235_741_434_880
-    assert counts["deepseek-v3"] == 671_026_404_352
 
 
 @pytest.mark.parametrize("config", [CONFIG, DEEPSEEK, replace(DEEPSEEK, rope_scaling=YarnScaling())], ids=str)
