@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import logging
 import re
 import runpy
 import shutil
@@ -23,6 +22,7 @@ import triax
 from triax.base.errors import ConfigError
 
 from support.paths import ROOT
+from support.rank_checks import triax_warnings
 from support.trainer_jobs import (
     Text,
     model_of,
@@ -335,7 +335,6 @@ def started(out: str, grid: dict[str, int], resume: str | None = None) -> Starte
     import transformers
 
     seeds: list[int] = []
-    heard: list[str] = []
 
     class Watch(transformers.TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -344,20 +343,12 @@ def started(out: str, grid: dict[str, int], resume: str | None = None) -> Starte
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             torch.manual_seed(100 + trainer.grid.rank)
 
-    class Ear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
-
     config = zero(1, grid.get("tensor", 1))
     trainer = trainer_of("gpt2", out, grid.get("data", 1), config, max_steps=3, save_steps=2, eval_strategy="no")
     trainer.add_callback(Watch())
-    ear, logger = Ear(logging.WARNING), logging.getLogger("triax")
-    logger.addHandler(ear)
-    try:
+    with triax_warnings() as warnings:
         trainer.train(resume_from_checkpoint=resume)
-    finally:
-        logger.removeHandler(ear)
-    return Started(seeds[0], [text for text in heard if "generators" in text])
+    return Started(seeds[0], [text for text in warnings if "generators" in text])
 
 
 def test_generators_are_restored_on_the_grid_that_saved_them(ranks: Any, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 import os
 import resource
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from triax.base.errors import ConfigError
 from triax.engine.monitor.trace.merge_timelines import merged
 from triax.grid.comm.timeline_recorder import TimelineRecorder
 
+from support.rank_checks import triax_warnings
 from support.toys import mean_loss
 
 FULL = "/dev/full"
@@ -50,10 +50,7 @@ class Outcome(NamedTuple):
 
 def trained(folder: str, full: bool) -> Outcome:
     """Train five steps of 4 samples; with ``full``, the disk of rank 0 is full in steps 2 and 3."""
-    place, grid, lines = Path(folder), Grid(data=2, timeout=60), []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("triax").addHandler(handler)
+    place, grid = Path(folder), Grid(data=2, timeout=60)
     stop = grid.spans.read(recorder := TimelineRecorder(place / "calls", grid.rank, grid.describe()))
     layers: list[Any] = [LayerSpec(nn.Linear, 3, 3), torch.tanh, LayerSpec(nn.Linear, 3, 3)]
     model = PipelineModule(layers, grid=grid, loss_fn=mean_loss, dtype=torch.float64)
@@ -70,18 +67,18 @@ def trained(folder: str, full: bool) -> Outcome:
         "wall_clock_breakdown": True,
         "steps_per_print": 1,
     }
-    engine = triax.initialize(model=model, config=config)[0]
-    if grid.rank == 0 and full:
-        (place / "csv_monitor" / "Train_Samples_lr.csv").symlink_to(FULL)
     draws, losses = torch.Generator().manual_seed(grid.rank), []
-    for step in range(1, 6):
-        with full_disk(full and grid.rank == 0 and step in (2, 3)):
-            x, y = torch.randn(2, 2, 3, generator=draws, dtype=torch.float64)
-            losses.append(engine.train_batch(iter([(x, y)])).item())
-    stop()
-    recorder.close()
-    logging.getLogger("triax").removeHandler(handler)
-    return Outcome(losses, lines)
+    with triax_warnings() as warnings:
+        engine = triax.initialize(model=model, config=config)[0]
+        if grid.rank == 0 and full:
+            (place / "csv_monitor" / "Train_Samples_lr.csv").symlink_to(FULL)
+        for step in range(1, 6):
+            with full_disk(full and grid.rank == 0 and step in (2, 3)):
+                x, y = torch.randn(2, 2, 3, generator=draws, dtype=torch.float64)
+                losses.append(engine.train_batch(iter([(x, y)])).item())
+        stop()
+        recorder.close()
+    return Outcome(losses, warnings)
 
 
 class FullDisk(NamedTuple):
