@@ -59,6 +59,7 @@ def test_weights_of_layers_have_the_modules_names_and_shapes(case: str, tensor: 
                 specs = config.layers(**({"shard_tensor": shard_tensor} if moe else {}))
                 modules = [(spec.typename, spec.build(grid)) for spec in specs]
             assert [layer.name for layer in layers] == [name for name, _ in modules]
+            assert len(layers) == config.layer_count
             for layer, (_, module) in zip(layers, modules, strict=True):
                 found = [(name, tuple(p.shape), layout_of(p)) for name, p in module.named_parameters()]
                 told = [(each.name, each.local_shape(rank, tensor, at)) for each in layer.weights]
