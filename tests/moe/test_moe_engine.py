@@ -265,14 +265,9 @@ def test_a_checkpoint_has_bias_and_loads_and_knows_no_grid(ranks: Any, tmp_path:
             equal(each, wanted, options)
 
 
-def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = x.chunk(2, -1)
-    return gate, up
-
-
 ACTIVATIONS: dict[str, tuple[Activation, Callable[[Tensor], Tensor]]] = {  # the library's, and the formula
-    "SwiGLU": (SwiGLU, lambda x: F.silu(halves(x)[0]) * halves(x)[1]),
-    "GEGLU": (GEGLU, lambda x: F.gelu(halves(x)[0]) * halves(x)[1]),
+    "SwiGLU": (SwiGLU, lambda x: F.silu(x[:, :W]) * x[:, W:]),
+    "GEGLU": (GEGLU, lambda x: F.gelu(x[:, :W]) * x[:, W:]),
     "GELU": (GELU, F.gelu),
     "ReLU": (ReLU, F.relu),
 }
