@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 import triax
 from triax.base.errors import ConfigError
+from triax.testing.pool import RankFailure
 
 from support.trainer_in_float64 import SECTION, STEPS, TARGETS, exact, exported, model_of, near, run
 
@@ -185,17 +187,7 @@ def in_reverse(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([*model.parameters()][::-1], lr=1e-2, weight_decay=0.1)
 
 
-def refused_resume(out: str, resume: str) -> list[str]:
-    """Return the messages for optimizers over other groups, and over the same parameters in another order."""
-    messages = []
-    for optimizer in (None, in_reverse):
-        with pytest.raises(ConfigError) as error:
-            run(out, 1, on(), resume=resume, optimizer=optimizer, case="llama", max_steps=4, save_steps=2)
-        messages.append(str(error.value))
-    return messages
-
-
-def test_resume_with_an_optimizer_of_ones_own(ranks: Any, tmp_path: Path) -> None:
+def test_resume_with_a_given_optimizer_goes_on_as_transformers(ranks: Any, tmp_path: Path) -> None:
     """The folder numbers the parameters as the given optimizer does, not as transformers' own two groups do."""
     job: dict[str, Any] = {"case": "llama", "optimizer": in_model_order}
     (wanted,) = runs(ranks, tmp_path / "plain", None, 4, **job)
@@ -203,9 +195,23 @@ def test_resume_with_an_optimizer_of_ones_own(ranks: Any, tmp_path: Path) -> Non
     for number, options in enumerate((on(2, data=2), on(pipe=2))):
         for found in runs(ranks, tmp_path / str(number), options, 4, resume=resume, **job):
             near(found, wanted, 4)
-    ((groups, order),) = ranks(1, refused_resume, str(tmp_path / "refused"), resume)
-    assert "has groups of [30] parameters, but this run has [23, 7]: resume with" in groups
-    assert "for parameter 1, but this run's parameter 1 is model.norm.weight of the shape (24,)" in order
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [  # None: transformers' own, with one group of 23 matrices, which decay, and one of 7 norms
+        (None, "has groups of [30] parameters, but this run has [23, 7]: resume with"),
+        (in_reverse, "for parameter 1, but this run's parameter 1 is model.norm.weight of the shape (24,)"),
+    ],
+    ids=["other groups", "another order"],
+)
+def test_resume_with_another_optimizers_parameters_is_refused(
+    ranks: Any, tmp_path: Path, optimizer: Any, message: str
+) -> None:
+    ranks(1, run, str(tmp_path), 1, None, case="llama", optimizer=in_model_order, max_steps=2, save_steps=2)
+    resume = str(tmp_path / "checkpoint-2")
+    with pytest.raises(RankFailure, match="(?s)ConfigError.*" + re.escape(message)):
+        ranks(1, run, str(tmp_path), 1, on(), resume=resume, optimizer=optimizer, case="llama", max_steps=4)
 
 
 def refused(out: str, grid: dict[str, int]) -> list[str]:
@@ -246,7 +252,7 @@ def refused(out: str, grid: dict[str, int]) -> list[str]:
     ]
 
 
-def test_adapters_that_are_refused_at_once(ranks: Any, tmp_path: Path) -> None:
+def test_adapters_that_a_grid_cannot_share_are_refused(ranks: Any, tmp_path: Path) -> None:
     for messages in ranks(2, refused, str(tmp_path), {"tensor": 2}):
         dora, other, both = messages
         assert "DoraLinearVariant" in dora and "tensor=1" in dora and "IA3" in other and "section lora" in both

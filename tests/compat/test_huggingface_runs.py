@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import logging
 import re
 import runpy
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ import triax
 from triax.base.errors import ConfigError
 
 from support.paths import ROOT
+from support.rank_checks import triax_warnings
 from support.trainer_jobs import (
     Text,
     model_of,
@@ -126,13 +126,13 @@ def twice(out: str, replicas: int, config: Any) -> Any:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_trainer_that_trains_twice_goes_on(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_a_second_train_call_goes_on_as_transformers(ranks: Any, tmp_path: Path, stage: int) -> None:
     (wanted,) = ranks(1, twice, str(tmp_path), 1, None)
     for found in ranks(2, twice, str(tmp_path), 2, zero(stage)):
         assert found[0] == pytest.approx(wanted[0], abs=1e-4) and found[1] == pytest.approx(wanted[1], abs=1e-4)
 
 
-def ones_own(out: str, replicas: int, config: Any, resume: str | None = None) -> Any:
+def with_given_optimizer(out: str, replicas: int, config: Any, resume: str | None = None) -> Any:
     """An optimizer with two groups, and a schedule of schedules over it."""
     trainer = trainer_of("gpt2", out, replicas, config, max_steps=10, eval_strategy="no")
     named = list(trainer.model.named_parameters())
@@ -151,11 +151,11 @@ def ones_own(out: str, replicas: int, config: Any, resume: str | None = None) ->
 
 
 @pytest.mark.exhaustive
-def test_an_optimizer_and_a_schedule_of_ones_own(ranks: Any, tmp_path: Path) -> None:
-    (wanted,) = ranks(1, ones_own, str(tmp_path / "plain"), 1, None)
+def test_a_given_optimizer_and_schedule_train_as_transformers(ranks: Any, tmp_path: Path) -> None:
+    (wanted,) = ranks(1, with_given_optimizer, str(tmp_path / "plain"), 1, None)
     where = f"{tmp_path}/2/checkpoint-5"
     for count, resume in ((2, None), (1, where)):
-        for found in ranks(count, ones_own, str(tmp_path / str(count)), count, zero(2), resume):
+        for found in ranks(count, with_given_optimizer, str(tmp_path / str(count)), count, zero(2), resume):
             for key in ("loss", "learning_rate", "grad_norm"):
                 assert found[key] == pytest.approx(wanted[key], abs=1e-4, rel=0), key
 
@@ -313,7 +313,7 @@ def evaluated_first(out: str, replicas: int, config: Any, first: bool) -> list[f
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in range(3)), 3])
-def test_evaluation_first_changes_nothing(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_evaluation_before_training_changes_no_weight_and_loss(ranks: Any, tmp_path: Path, stage: int) -> None:
     """Neither the weights, which are whole in what is saved behind it, nor the training that follows."""
     (wanted,) = ranks(1, evaluated_first, str(tmp_path / "plain"), 1, None, False)
     for found in ranks(2, evaluated_first, str(tmp_path), 2, zero(stage), True):
@@ -325,12 +325,16 @@ def test_evaluation_first_changes_nothing(ranks: Any, tmp_path: Path, stage: int
         assert torch.allclose(after[name], value, atol=2e-4), name
 
 
-def generators(out: str, replicas: int, config: Any, resume: str | None = None) -> tuple[int, list[str]]:
-    """Return the generator's seed at the first step, and the warnings; each rank seeds its generator differently."""
+class Started(NamedTuple):
+    seed: int  # of the rank's generator at its first step
+    warnings: list[str]
+
+
+def started(out: str, grid: dict[str, int], resume: str | None = None) -> Started:
+    """Train three steps, after each of which a rank seeds its generator with 100 + its number."""
     import transformers
 
     seeds: list[int] = []
-    heard: list[str] = []
 
     class Watch(transformers.TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -339,30 +343,24 @@ def generators(out: str, replicas: int, config: Any, resume: str | None = None) 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             torch.manual_seed(100 + trainer.grid.rank)
 
-    class Ear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
-
-    trainer = trainer_of("gpt2", out, replicas, config, max_steps=3, save_steps=2, eval_strategy="no")
+    config = zero(1, grid.get("tensor", 1))
+    trainer = trainer_of("gpt2", out, grid.get("data", 1), config, max_steps=3, save_steps=2, eval_strategy="no")
     trainer.add_callback(Watch())
-    ear, logger = Ear(logging.WARNING), logging.getLogger("triax")
-    logger.addHandler(ear)
-    try:
+    with triax_warnings() as warnings:
         trainer.train(resume_from_checkpoint=resume)
-    finally:
-        logger.removeHandler(ear)
-    return seeds[0], [text for text in heard if "generators" in text]
+    return Started(seeds[0], [text for text in warnings if "generators" in text])
 
 
-def test_generators_come_back_on_the_same_grid_alone(ranks: Any, tmp_path: Path) -> None:
-    """On as many ranks that mean something else, those of one replica would drop what they hold alike unlike."""
-    first = str(tmp_path / "first")
-    ranks(2, generators, first, 2, zero(1))
-    where = f"{first}/checkpoint-2"
-    assert ranks(2, generators, str(tmp_path / "same"), 2, zero(1), where) == [(100, []), (101, [])]
-    (seed, heard), (other, silent) = ranks(2, generators, str(tmp_path / "other"), 1, zero(1, 2), where)
-    assert seed == other == 42 and not silent  # TrainingArguments' own
-    assert len(heard) == 1 and "'data': 2" in heard[0] and "'tensor': 2" in heard[0] and "seed=42" in heard[0]
+def test_generators_are_restored_on_the_grid_that_saved_them(ranks: Any, tmp_path: Path) -> None:
+    """On two tensor ranks those of two replicas would drop other elements of the activations that both hold."""
+    ranks(2, started, str(tmp_path / "first"), {"data": 2})
+    saved = f"{tmp_path}/first/checkpoint-2"
+    same_grid = ranks(2, started, str(tmp_path / "same"), {"data": 2}, saved)
+    assert same_grid == [Started(seed=100, warnings=[]), Started(seed=101, warnings=[])]
+    first, second = ranks(2, started, str(tmp_path / "other"), {"tensor": 2}, saved)
+    assert first.seed == 42 and second == Started(seed=42, warnings=[])  # the default of TrainingArguments
+    (warning,) = first.warnings
+    assert "'data': 2" in warning and "'tensor': 2" in warning and "seed=42" in warning
 
 
 @pytest.mark.parametrize(

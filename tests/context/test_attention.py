@@ -317,11 +317,17 @@ def test_errors_on_several_ranks(ranks: Any) -> None:
         assert "Take this rank's tokens with triax.context.shard" in found[2]
 
 
-def test_one_rank_uses_torch() -> None:
+@pytest.mark.parametrize(
+    "options",
+    # One document, and a window as long as the sequence, mask nothing.
+    [{}, {"documents": torch.zeros(2, 32, dtype=torch.int64)}, {"window": 32}],
+    ids=["plain", "one document", "whole window"],
+)
+def test_attention_on_one_rank_is_bitwise_torchs(options: dict[str, Any]) -> None:
     (q, k, v, _), _ = tensors(Case())
-    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    assert torch.equal(attention(q, k, v, grid=Grid(), documents=torch.zeros(2, 32, dtype=torch.int64)), whole)
-    assert torch.equal(attention(q, k, v, grid=Grid(), window=32), whole)
+    assert q.shape[2] == 32
+    torchs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert torch.equal(attention(q, k, v, grid=Grid(), **options), torchs)
 
 
 class Operations(TorchDispatchMode):

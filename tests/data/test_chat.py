@@ -125,7 +125,9 @@ BAD = {
 SLOW = "{% for a in range(99) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
-def test_a_template_is_a_program_that_may_fail(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_chat_template_names_its_conversation(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each error is one line about the conversation; one that does not end is an error of the run."""
     folder = shutil.copytree(made / "plain", tmp_path / "bad")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -145,7 +147,7 @@ def test_a_template_is_a_program_that_may_fail(made: Path, tmp_path: Path, monke
 
 
 def callers(tokenizer: Any, folder: Path) -> dict[str, Callable[[Any], Any]]:
-    """Return what else runs a tokenizer's chat template."""
+    """Return the calls that run a tokenizer's chat template, beside the tokenization of data."""
     from triax.compat.lm_eval import LanguageModel
 
     grid, config = triax.Grid(), triax.LlamaConfig(400, 8, 8, 1, 1)
@@ -160,47 +162,61 @@ def callers(tokenizer: Any, folder: Path) -> dict[str, Callable[[Any], Any]]:
     }
 
 
-def test_whoever_runs_a_template_has_its_limits(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("template", "seconds", "words"),
+    [("{{ 1 // 0 }}", 20, "by zero"), ("{{ 'x ' * 10001 }}", 20, "are too many"), (SLOW, 0.1, "does not end")],
+    ids=["error", "too long", "endless"],
+)
+def test_generate_lm_eval_and_grpo_limit_chat_templates(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, seconds: float, words: str
+) -> None:
     """lm-eval and GRPO ran the templates of transformers' tokenizers without the limits."""
     from transformers import AutoTokenizer
 
     folder = shutil.copytree(made / "plain", tmp_path / "bad")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    calls = callers(AutoTokenizer.from_pretrained(folder), folder)
     monkeypatch.setattr("triax.data.chat._LONGEST", 10**4)
-    for text, words in {"{{ 1 // 0 }}": "by zero", "{{ 'x ' * 10001 }}": "are too many", SLOW: "does not end"}.items():
-        if text is SLOW:
-            monkeypatch.setattr("triax.data.chat._SECONDS", 0.1)
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": text}))
-        for name, call in callers(AutoTokenizer.from_pretrained(folder), folder).items():
-            with pytest.raises((BadDocument, ConfigError)) as raised:
-                call(CONVERSATIONS[0][:2])
-            assert words in str(raised.value) and "\n" not in str(raised.value), (name, text)
+    monkeypatch.setattr("triax.data.chat._SECONDS", seconds)
+    for name, call in calls.items():
+        with pytest.raises((BadDocument, ConfigError)) as raised:
+            call(CONVERSATIONS[0][:2])
+        assert words in str(raised.value) and "\n" not in str(raised.value), name
 
 
-def test_what_cannot_be_used_is_named(made: Path, tmp_path: Path) -> None:
+def test_a_template_that_changes_earlier_messages_is_refused(made: Path) -> None:
     template = ChatTemplate(made / "forgets")
-    thought = turns("a", "<think>x</think>b", "c", "d", roles="uaua")
     assert isinstance(template.encode(turns("a", "<think>x</think>b", roles="ua")), tuple)
-    refused = template.encode(thought)
+    refused = template.encode(turns("a", "<think>x</think>b", "c", "d", roles="uaua"))
     assert isinstance(refused, BadDocument) and "changes message 2 after later ones" in str(refused)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(made: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no chat template\. Add a file chat_template.jinja"):
         ChatTemplate(made / "none")
-    good = CONVERSATIONS[0]
-    for number, (bad, message) in enumerate(
-        [
-            (None, "'messages' is null, but a list of messages is required"),
-            ([], "'messages' is an empty list"),
-            ("text", "'messages' is a text"),
-            ([{"content": "a"}], "message 1 is not an object with a 'role'"),
-            ([*good, 3], "message 4 is not an object"),
-            (turns("a", roles="u"), "no message is the assistant's"),
-            ([{"role": "user"}, *good], "the chat template refuses the messages"),
-            ([{"role": "assistant", "content": ["a"]}], "the chat template refuses the messages"),
-            (turns("\ud800", "x", roles="ua"), "the chat template refuses the messages"),
-        ]
-    ):
-        source = write_json_lines(tmp_path / f"{number}.jsonl", [good, bad], "messages")
-        with pytest.raises(ConfigError) as raised:
-            tokenize([source], made / "plain", tmp_path / f"out{number}", chat=True)
-        text = str(raised.value)
-        assert text.startswith(f"{source}, line 2: {message}") and "\n" not in text, text
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (None, "'messages' is null, but a list of messages is required"),
+        ([], "'messages' is an empty list"),
+        ("text", "'messages' is a text"),
+        ([{"content": "a"}], "message 1 is not an object with a 'role'"),
+        ([*CONVERSATIONS[0], 3], "message 4 is not an object"),
+        (turns("a", roles="u"), "no message is the assistant's"),
+        ([{"role": "user"}, *CONVERSATIONS[0]], "the chat template refuses the messages"),
+        ([{"role": "assistant", "content": ["a"]}], "the chat template refuses the messages"),
+        (turns("\ud800", "x", roles="ua"), "the chat template refuses the messages"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_conversation_that_cannot_be_used_is_named_by_line(
+    made: Path, tmp_path: Path, bad: Any, message: str
+) -> None:
+    source = write_json_lines(tmp_path / "rows.jsonl", [CONVERSATIONS[0], bad], "messages")
+    with pytest.raises(ConfigError) as raised:
+        tokenize([source], made / "plain", tmp_path / "out", chat=True)
+    text = str(raised.value)
+    assert text.startswith(f"{source}, line 2: {message}") and "\n" not in text, text

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -19,6 +17,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule, RepeatingLoader
 from triax.data.dataloader import BatchOrder, Loader, make_loader
 
+from support.rank_checks import triax_warnings
 from support.toys import mean_loss
 
 WIDTH, SAMPLES, TRAIN, MICRO = 3, 43, 8, 2  # 5 whole batches an epoch
@@ -257,12 +256,10 @@ def test_the_key_of_the_configuration() -> None:
 
 def warned_of_equal_rows(kind: str, axes: dict[str, Any], same: bool) -> list[str]:
     """Train two steps, on the same rows or on rows of each replica; return the warnings of this rank."""
-    grid, said = Grid(**axes, timeout=30), io.StringIO()
-    handler = logging.StreamHandler(said)
-    logging.getLogger("triax").addHandler(handler)
+    grid = Grid(**axes, timeout=30)
     options: Any = {"optimizer": partial(torch.optim.SGD, lr=0.1), "batch": triax.Batch(microbatch=2)}
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0 if same else grid.data.rank))
-    try:
+    with triax_warnings() as warnings:
         if kind == "module":
             engine: Any = triax.Engine(nn.Linear(4, 4), grid=grid, **options)
         else:
@@ -275,9 +272,7 @@ def warned_of_equal_rows(kind: str, axes: dict[str, Any], same: bool) -> list[st
                 engine.step()
             else:
                 engine.train_batch(iter([(x, x)]))
-    finally:
-        logging.getLogger("triax").removeHandler(handler)
-    return [line for line in said.getvalue().splitlines() if "train on the same rows" in line]
+    return [line for line in warnings if "train on the same rows" in line]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
 from triax.models.gpt import GPTConfig, gpt_layers
 
+from support.reference import gpt_logits
 from support.toys import error_text
 from support.training import small_config
 
@@ -58,40 +60,42 @@ def batch() -> list[tuple[Tensor, Tensor]]:
     return [(part[:, :-1], part[:, 1:]) for part in ids.split(MICRO)]
 
 
-def plain(
-    weights: Gradients, dtype: torch.dtype | None, tie: bool = False, scale: float = 1.0
-) -> tuple[float, Gradients]:
+def plain(weights: Gradients, dtype: torch.dtype | None, scale: float = 1.0) -> tuple[float, Gradients]:
     """The mean loss over the microbatches, and its gradients: torch's functions alone; float64 without a dtype."""
     kind = torch.float32 if dtype is not None else torch.float64
     w = {name: value.to(kind, copy=True).requires_grad_() for name, value in weights.items()}
     total = 0.0
     for ids, labels in batch():
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            loss = loss_of(w, ids, labels, tie, narrow=dtype is not None)
+            logits = gpt_logits(w, ids, LAYERS, HEADS, attend=fused)
+            loss = F.cross_entropy((logits.float() if dtype else logits).flatten(0, 1), labels.flatten())
         (loss * scale).backward()
         total += loss.item()
     return total / COUNT, {name: value.grad / (COUNT * scale) for name, value in w.items() if value.grad is not None}
 
 
-def loss_of(w: Gradients, ids: Tensor, labels: Tensor, tie: bool, narrow: bool) -> Tensor:
-    x = F.embedding(ids, w["layers.0.weight"]) + w["layers.1.weight"][: ids.shape[1]]
-    for i in range(2, 2 + LAYERS):
-        b = {name.removeprefix(f"layers.{i}."): v for name, v in w.items() if name.startswith(f"layers.{i}.")}
-        h = F.layer_norm(x, (WIDTH,), b["norm1.weight"], b["norm1.bias"])
-        q, k, v = F.linear(h, b["attention.qkv.weight"], b["attention.qkv.bias"]).chunk(3, dim=-1)
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
-        x = x + F.linear(y, b["attention.out.weight"], b["attention.out.bias"])
-        h = F.layer_norm(x, (WIDTH,), b["norm2.weight"], b["norm2.bias"])
-        h = F.gelu(F.linear(h, b["mlp.up.weight"], b["mlp.up.bias"]), approximate="tanh")
-        x = x + F.linear(h, b["mlp.down.weight"], b["mlp.down.bias"])
-    x = F.layer_norm(x, (WIDTH,), w[f"layers.{2 + LAYERS}.weight"], w[f"layers.{2 + LAYERS}.bias"])
-    logits = F.linear(x, w["layers.0.weight"] if tie else w[f"layers.{3 + LAYERS}.weight"])
-    return loss_fn(logits, labels) if narrow else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+def fused(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+
+class Stepped(NamedTuple):
+    """Values of one step on a grid, and those of one process under plain autocast.
+
+    ``plain_*`` are computed on rank 0, where as many threads compute: a norm's sums depend on that.
+    """
+
+    initial: Gradients
+    loss: float
+    gradients: Gradients
+    dtypes: set[torch.dtype]  # of the parameters
+    scale: float | None
+    plain_loss: float
+    plain_gradients: Gradients
+    unscaled: Gradients  # of the plain loss without the scale
 
 
 def stepped(
-    shape: tuple[int, int, int],
+    sizes: dict[str, Any],
     schedule: str = "1f1b",
     stage: int = 0,
     chunks: int = 1,
@@ -100,10 +104,9 @@ def stepped(
     autocast: Any = None,
     model_options: Any = None,
     **config: Any,
-) -> Any:
-    """Values of one step on a grid: initial weights, loss, gradients, dtypes, loss scale; and one process's values
-    under plain autocast (here, where as many threads compute: a norm's sums depend on that)."""
-    grid = Grid(*shape, timeout=60)
+) -> Stepped | None:
+    """Take one step on a grid; rank 0 returns its values."""
+    grid = Grid(**sizes, timeout=60)
     loss: Any = loss_fn
     if vocabulary:  # sharded over the tensor axis
         loss = triax.NextTokenLoss(grid, vocab_size=VOCABULARY)
@@ -124,12 +127,13 @@ def stepped(
     share = COUNT // grid.data.size
     mine = batch()[grid.data.rank * share : (grid.data.rank + 1) * share]
     value = made.train_batch(iter(mine)).item()
-    weights = {p.dtype for p in made.module.parameters()}
+    dtypes = {p.dtype for p in made.module.parameters()}
     gradients, scale = made.gather("gradients"), made.loss_scale()
     if grid.rank:
         return None
     dtype = torch.bfloat16 if scale is None else torch.float16
-    return initial, value, gradients, weights, scale, *plain(initial, dtype, tie, scale or 1.0)
+    wanted, unscaled = plain(initial, dtype, scale or 1.0), plain(initial, dtype)[1] if scale else {}
+    return Stepped(initial, value, gradients, dtypes, scale, *wanted, unscaled)
 
 
 def further(found: Gradients, wanted: Gradients) -> float:
@@ -138,18 +142,19 @@ def further(found: Gradients, wanted: Gradients) -> float:
     return max(((found[n] - w).norm() / w.norm()).item() for n, w in wanted.items())
 
 
-def bitwise(found: Gradients, wanted: Gradients) -> None:
+def assert_bitwise(found: Gradients, wanted: Gradients) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert found[name].dtype == torch.float32
         assert torch.equal(found[name], value), f"{name}: {(found[name] - value).abs().max()}"
 
 
-def close(made: Any, tie: bool = False) -> None:
-    """No further from plain autocast than that is from float64, and as near to float64 as that is."""
-    initial, loss, found, _, _, plain_loss, narrow = made
-    truth_loss, truth = plain(initial, None, tie)
-    assert loss == pytest.approx(plain_loss, rel=ROUNDING) and loss == pytest.approx(truth_loss, rel=ROUNDING)
+def assert_as_near_as_plain_autocast(made: Stepped) -> None:
+    """Assert: no further from plain autocast than that is from float64, and as near to float64 as that is."""
+    found, narrow = made.gradients, made.plain_gradients
+    truth_loss, truth = plain(made.initial, None)
+    assert made.loss == pytest.approx(made.plain_loss, rel=ROUNDING)
+    assert made.loss == pytest.approx(truth_loss, rel=ROUNDING)
     assert further(found, narrow) < further(narrow, truth)
     nothing = dict.fromkeys(truth, torch.zeros(()))
     error, theirs, whole = (
@@ -163,33 +168,28 @@ def close(made: Any, tie: bool = False) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "schedule", "chunks", "options"),
+    ("pipe", "schedule", "chunks", "options"),
     [
-        ((1, 1, 1), "1f1b", 1, {}),
-        ((2, 1, 1), "1f1b", 1, {}),
-        ((2, 1, 1), "interleaved", 2, {}),
-        ((2, 1, 1), "1f1b", 1, {"activation_checkpoint_interval": 1}),
+        (1, "1f1b", 1, {}),
+        (2, "1f1b", 1, {}),
+        (2, "interleaved", 2, {}),
+        (2, "1f1b", 1, {"activation_checkpoint_interval": 1}),
     ],
 )
-def test_stages_are_bitwise_plain_autocast(ranks: Any, shape: Any, schedule: str, chunks: int, options: Any) -> None:
-    size = shape[0] * shape[1] * shape[2]
-    made = ranks(size, stepped, shape, schedule, 0, chunks, model_options=options)[0]
-    _, loss, gradients, weights, scale, plain_loss, wanted = made
-    assert loss == pytest.approx(plain_loss, rel=1e-6) and scale is None
-    assert weights == {torch.float32}
-    bitwise(gradients, wanted)
+def test_stages_are_bitwise_plain_autocast(ranks: Any, pipe: int, schedule: str, chunks: int, options: Any) -> None:
+    made = ranks(pipe, stepped, {"pipe": pipe}, schedule, chunks=chunks, model_options=options)[0]
+    assert made.loss == pytest.approx(made.plain_loss, rel=1e-6)
+    assert made.scale is None and made.dtypes == {torch.float32}
+    assert_bitwise(made.gradients, made.plain_gradients)
 
 
 @pytest.mark.parametrize(
-    ("shape", "schedule", "chunks", "options"),
-    [
-        ((2, 1, 1), "zb-h1", 1, {}),
-        ((2, 1, 1), "zb-v", 2, {"activation_checkpoint_interval": 1}),
-    ],
+    ("schedule", "chunks", "options"), [("zb-h1", 1, {}), ("zb-v", 2, {"activation_checkpoint_interval": 1})]
 )
-def test_a_split_backward_is_plain_autocasts(ranks: Any, shape: Any, schedule: str, chunks: int, options: Any) -> None:
+def test_a_split_backward_is_near_plain_autocast(ranks: Any, schedule: str, chunks: int, options: Any) -> None:
     """The input gradient now and the weight gradient later: the same products, which may round the other way."""
-    close(ranks(2, stepped, shape, schedule, 0, chunks, model_options=options)[0])
+    made = ranks(2, stepped, {"pipe": 2}, schedule, chunks=chunks, model_options=options)[0]
+    assert_as_near_as_plain_autocast(made)
 
 
 def deferred_on_rank() -> list[int]:
@@ -221,7 +221,7 @@ def deferred_on_rank() -> list[int]:
     return found
 
 
-def test_under_autocast_as_much_is_put_off() -> None:
+def test_autocast_defers_as_many_weight_gradients() -> None:
     plainly, narrowly = deferred_on_rank()
     assert plainly == narrowly == 7  # weight and bias of three layers, and the table
 
@@ -232,26 +232,26 @@ def test_under_autocast_as_much_is_put_off() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_replicas_of_every_stage_add_up_what_autocast_gives(ranks: Any, stage: int) -> None:
     """Sums over replicas are in fp32, so only their order differs from one process."""
-    _, _, gradients, weights, _, _, wanted = ranks(2, stepped, (1, 2, 1), "1f1b", stage)[0]
-    assert weights == {torch.float32}
+    made = ranks(2, stepped, {"data": 2}, stage=stage)[0]
+    assert made.dtypes == {torch.float32}
     bound = 1e-6 if stage < 3 else 2 * ROUNDING  # whose products keep weights, and are computed as a split's are
-    assert further(gradients, wanted) < bound
+    assert further(made.gradients, made.plain_gradients) < bound
 
 
 @pytest.mark.parametrize(
-    ("shape", "schedule", "stage", "options"),
+    ("sizes", "schedule", "stage", "options"),
     [
-        ((1, 1, 2), "1f1b", 0, {}),
-        ((1, 1, 2), "1f1b", 0, {"sequence_parallel": True}),
-        ((2, 1, 2), "zb-h1", 0, {"sequence_parallel": True}),
-        ((1, 2, 2), "1f1b", 3, {"activation_checkpoint_interval": 1}),
+        ({"tensor": 2}, "1f1b", 0, {}),
+        ({"tensor": 2}, "1f1b", 0, {"sequence_parallel": True}),
+        ({"pipe": 2, "tensor": 2}, "zb-h1", 0, {"sequence_parallel": True}),
+        ({"data": 2, "tensor": 2}, "1f1b", 3, {"activation_checkpoint_interval": 1}),
     ],
 )
-def test_tensor_shards_are_within_a_rounding(ranks: Any, shape: Any, schedule: str, stage: int, options: Any) -> None:
+def test_tensor_shards_are_within_a_rounding(ranks: Any, sizes: Any, schedule: str, stage: int, options: Any) -> None:
     """Partial sums of products travel in bfloat16, so each rounds once more."""
-    size = shape[0] * shape[1] * shape[2]
-    found = ranks(size, stepped, shape, schedule, stage, vocabulary=True, tie=True, model_options=options)[0]
-    close(found, tie=True)
+    size = math.prod(sizes.values())
+    made = ranks(size, stepped, sizes, schedule, stage, vocabulary=True, tie=True, model_options=options)[0]
+    assert_as_near_as_plain_autocast(made)
 
 
 def traffic_on_rank(enabled: bool) -> float:
@@ -282,13 +282,15 @@ def test_products_travel_narrow_over_the_tensor_axis(ranks: Any) -> None:
         {"amp": {"enabled": True, "loss_scale": 64}},
     ],
 )
-def test_float16_scales_the_loss(ranks: Any, autocast: Any) -> None:
-    _, loss, gradients, weights, scale, plain_loss, wanted = ranks(2, stepped, (2, 1, 1), autocast=autocast)[0]
-    assert scale == 64.0 and weights == {torch.float32} and loss == pytest.approx(plain_loss, rel=1e-6)
-    bitwise(gradients, wanted)
+def test_float16_gradients_are_those_of_a_scaled_loss(ranks: Any, autocast: Any) -> None:
+    made = ranks(2, stepped, {"pipe": 2}, autocast=autocast)[0]
+    assert made.scale == 64.0 and made.dtypes == {torch.float32}
+    assert made.loss == pytest.approx(made.plain_loss, rel=1e-6)
+    assert_bitwise(made.gradients, made.plain_gradients)
+    assert any(not torch.equal(made.gradients[name], value) for name, value in made.unscaled.items())
 
 
-def test_amp_as_apex_has_it() -> None:
+def test_amps_loss_scale_falls_to_its_minimum_as_in_apex() -> None:
     amp = {"enabled": True, "opt_level": "O1", "loss_scale": "dynamic", "min_loss_scale": 4}
     made = module_engine(amp=amp, nan_loss="ignore")  # the loss is infinite too, which no scale mends
     assert made.loss_scale() == 2.0**16
@@ -324,7 +326,7 @@ def test_amp_as_apex_has_it() -> None:
         ),
     ],
 )
-def test_what_cannot_act_is_refused(given: Any, words: str) -> None:
+def test_autocast_options_that_cannot_act_are_refused(given: Any, words: str) -> None:
     assert words in error_text(lambda: module_engine(**given), ConfigError)
 
 
@@ -406,11 +408,11 @@ def module_on_rank(stage: int, options: Any = None) -> Any:
 def test_any_module_is_bitwise_plain_autocast() -> None:
     gradients, dtype, _, wanted = module_on_rank(0)
     assert dtype == torch.bfloat16
-    bitwise(gradients, divided(added(wanted)))
+    assert_bitwise(gradients, divided(added(wanted)))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_any_module_under_every_stage(ranks: Any, stage: int) -> None:
+def test_any_module_trains_as_plain_autocast_in_each_stage(ranks: Any, stage: int) -> None:
     for gradients, dtype, _, wanted in ranks(2, module_on_rank, stage):
         assert dtype == torch.bfloat16
         assert further(gradients, divided(added(wanted))) < 1e-6  # the order of a sum in fp32
@@ -429,32 +431,28 @@ def test_gradients_of_safe_modules_travel_narrow(ranks: Any, stage: int) -> None
         else:
             both = [added([rounded(parts[i]), rounded(parts[i + 2])]) for i in range(2)]
             wanted = added([{n: g.float() for n, g in each.items()} for each in both])
-        bitwise(gradients, divided(wanted))
+        assert_bitwise(gradients, divided(wanted))
 
 
-def test_a_list_with_convolutions_and_functions() -> None:
+def test_convolutions_and_functions_train_as_plain_autocast() -> None:
     """Any torch layer in a list, under a split schedule and not."""
-    layers: list[Any] = [LayerSpec(nn.Conv1d, 2, 4, 3), torch.relu, LayerSpec(nn.Conv1d, 4, 2, 3), torch.flatten]
+    layers: list[Any] = [LayerSpec(nn.Conv1d, 2, 4, 3), torch.relu, LayerSpec(nn.Conv1d, 4, 2, 3), _flat]
     x, y = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(1)), torch.zeros(16)
 
     def made(schedule: str) -> Gradients:
-        module = PipelineModule([*layers[:3], _flat], grid=Grid(), loss_fn=_square)
+        module = PipelineModule(layers, grid=Grid(), loss_fn=_square)
         config = small_config(batch=2, schedule=schedule, torch_autocast={"enabled": True})
         found, *_ = triax.initialize(model=module, config=config)
         twin = copy.deepcopy(module)
         found.train_batch(_once(x, y))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             _square(twin(x), y).backward()
-        wanted = {layout_name(n): p.grad for n, p in twin.named_parameters() if p.grad is not None}
+        wanted = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
         gradients: Gradients = found.gather("gradients")
         assert further(gradients, wanted) < ROUNDING
         return gradients
 
     assert further(made("zb-h1"), made("1f1b")) < ROUNDING
-
-
-def layout_name(name: str) -> str:
-    return name
 
 
 def _flat(x: Tensor) -> Tensor:

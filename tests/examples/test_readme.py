@@ -120,32 +120,36 @@ def check_pytest(words: list[str], folder: Path) -> None:
     assert re.search(r"\d+(/\d+)? tests? collected|::", output), f"{WRONG}: no tests for {shlex.join(words)}"
 
 
-def check_nothing(words: list[str], folder: Path) -> None:
-    """Needs the network, or the reader's own folder; tests/laws/test_references.py looks up the options of `triax`."""
-
-
 KINDS: dict[str, Callable[[list[str], Path], None]] = {
     "make": check_make,
     "python": check_python,
     "python3": check_python,
     "python3.11": check_python,
     "torchrun": check_torchrun,
-    "triax": check_nothing,
     "pip": check_pip,
     "pytest": check_pytest,
-    "git": check_nothing,
-    "cd": check_nothing,
-    "source": check_nothing,
 }
+# They need the network, or the reader's own folder; tests/laws/test_references.py looks up the options of `triax`.
+NOT_CHECKED = ("triax", "git", "cd", "source")
 
 
-def check(command: str, folder: Path) -> None:
+def words_of(command: str) -> tuple[str, list[str]]:
+    """The program that a command calls, and its arguments."""
     words = shlex.split(command, comments=True)
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
-    kind = words[0].removeprefix(".venv/bin/")
-    assert kind in KINDS, f"README.md says `{command}`, and this test does not know how to check it: teach it"
-    KINDS[kind](words[1:], folder)
+    return words[0].removeprefix(".venv/bin/"), words[1:]
+
+
+def checked(typed: list[tuple[int, str]]) -> list[str]:
+    """The commands that ``assert_works`` takes, each once."""
+    return list(dict.fromkeys(command for _, command in typed if words_of(command)[0] not in NOT_CHECKED))
+
+
+def assert_works(command: str, folder: Path) -> None:
+    program, words = words_of(command)
+    assert program in KINDS, f"README.md says `{command}`, and this test does not know how to check it: teach it"
+    KINDS[program](words, folder)
 
 
 def write_programs(text: str, folder: Path) -> None:
@@ -177,7 +181,6 @@ def test_readme_shows_a_program_and_commands() -> None:
     assert {"make train", "make test"} <= {command.partition("#")[0].strip() for command in typed}
 
 
-TYPED = [command for _, command in commands(README.read_text())]
 ON_PAGES = [command for page in sorted((DOCS / "start").glob("*.md")) for command in commands(page.read_text())]
 STARTED = [command for _, command in ON_PAGES]
 
@@ -187,7 +190,7 @@ def listing(page: Path) -> list[str]:
     return next(block.text for block in blocks(page.read_text()) if block.language == "python").splitlines()
 
 
-def test_the_listing_is_the_example() -> None:
+def test_the_readmes_listing_is_in_the_example() -> None:
     """Every line of it stands in examples/gpt_3d.py, in this order; between two of them may be others, for ``...``."""
     whole = (ROOT / "examples" / "gpt_3d.py").read_text()
     parts = re.split(r"\n *\.\.\.\n|\n\n\n", "\n".join(listing(README)))
@@ -199,7 +202,7 @@ def test_the_listing_is_the_example() -> None:
     assert listing(DOCS / "index.md") == listing(README)
 
 
-def test_torchruns_programs_print_what_one_process_prints(ranks: Any, tmp_path: Path) -> None:
+def test_programs_print_the_same_under_torchrun_and_alone(ranks: Any, tmp_path: Path) -> None:
     """Under torchrun's environment, in processes that have torch already; torchrun itself is in the sweep."""
     write_programs(FIRST_RUN, tmp_path)
     words = [shlex.split(command) for command in STARTED if command.startswith("torchrun ")]
@@ -215,7 +218,7 @@ def every_schedule(names: list[str], folder: str) -> list[str]:
     return [program([f"{name}.py", "2"], folder) for name in names]
 
 
-def test_the_program_works_with_every_schedule_s_name(ranks: Any, tmp_path: Path) -> None:
+def test_the_first_program_works_with_each_schedule(ranks: Any, tmp_path: Path) -> None:
     source = programs(FIRST_RUN)["first.py"]
     assert '"1f1b"' in source and "range(10)" in source
     names = [name for name in NAMES if name != "forward"]
@@ -226,25 +229,25 @@ def test_the_program_works_with_every_schedule_s_name(ranks: Any, tmp_path: Path
     assert len(set(first)) == 1 and "step 1: " in first[0] and not any(second)
 
 
-# The programs run in test_torchruns_programs_print_what_one_process_prints; here in processes of their own.
+# The programs run in test_programs_print_the_same_under_torchrun_and_alone; here in processes of their own.
 PROGRAMS = ("torchrun ", "python first.py")
 
 
 @pytest.mark.parametrize(
-    ("line", "command"),
+    "command",
     [
-        pytest.param(*each, marks=pytest.mark.exhaustive if each[1].startswith(PROGRAMS) else ())
-        for each in [*commands(README.read_text()), *(each for each in ON_PAGES if each[1] not in TYPED)]
+        pytest.param(command, marks=pytest.mark.exhaustive if command.startswith(PROGRAMS) else ())
+        for command in checked([*commands(README.read_text()), *ON_PAGES])
     ],
 )
-def test_each_command_of_the_readme_works(line: int, command: str, tmp_path: Path) -> None:
+def test_commands_of_readme_and_first_pages_work(command: str, tmp_path: Path) -> None:
     write_programs(FIRST_RUN, tmp_path)
-    check(command, tmp_path)
+    assert_works(command, tmp_path)
 
 
-@pytest.mark.parametrize(("line", "command"), commands((ROOT / "CONTRIBUTING.md").read_text()))
-def test_a_contributors_command_works(line: int, command: str, tmp_path: Path) -> None:
-    check(command, tmp_path)
+@pytest.mark.parametrize("command", checked(commands((ROOT / "CONTRIBUTING.md").read_text())))
+def test_commands_of_contributing_work(command: str, tmp_path: Path) -> None:
+    assert_works(command, tmp_path)
 
 
 # ---------------------------------------------------------------------------------- and the checks check
@@ -281,7 +284,7 @@ make nonsense
 """
 
 
-def test_sample_is_read_as_written(tmp_path: Path) -> None:
+def test_programs_and_commands_of_a_page_are_read_as_written(tmp_path: Path) -> None:
     assert programs(SAMPLE) == {
         "first.py": "# first.py\nimport json\nprint(json.dumps({}))\nraise SystemExit(3)\n",
         "line_12.py": "from json import loads\n",
@@ -295,7 +298,7 @@ def test_sample_is_read_as_written(tmp_path: Path) -> None:
     ]
     write_programs(SAMPLE, tmp_path)
     with pytest.raises(AssertionError, match=r"first\.py"):
-        check("python first.py", tmp_path)
+        assert_works("python first.py", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -313,9 +316,9 @@ def test_sample_is_read_as_written(tmp_path: Path) -> None:
         "nonsense",
     ],
 )
-def test_what_does_not_work_is_found(command: str, tmp_path: Path) -> None:
+def test_a_command_that_does_not_work_is_found(command: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"does not work|does not know"):
-        check(command, tmp_path)
+        assert_works(command, tmp_path)
 
 
 def test_a_programs_options_are_looked_up(tmp_path: Path) -> None:

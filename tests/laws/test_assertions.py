@@ -88,14 +88,13 @@ def test_each_test_can_fail() -> None:
     [
         ("run()", "asserts nothing"),
         ("helper()", None),
-        ("assert isinstance(run(), int) and run().length >= 0", "hardly any fault"),
-        ("assert run() is not None", "hardly any fault"),
+        ("assert isinstance(run(), int) and run().length >= 0", "asserts what hardly any fault changes"),
+        ("assert run() is not None", "asserts what hardly any fault changes"),
         ("assert run() == 3", None),
     ],
 )
-def test_the_law_of_assertions_finds_an_offender(body: str, complaint: str | None, tmp_path: Path) -> None:
+def test_the_law_of_assertions_complains_of_offenders_only(body: str, complaint: str | None, tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     text = f"def helper():\n    assert 1 == 1\n\ndef test_it():\n    {body}\n"
     (tmp_path / "tests" / "test_a.py").write_text(text)
-    found = list(weak_tests(tmp_path))
-    assert found == [] if complaint is None else complaint in found[0]
+    assert list(weak_tests(tmp_path)) == ([f"tests/test_a.py: test_it {complaint}"] if complaint else [])

@@ -42,7 +42,7 @@ def test_each_file_is_in_its_folders_map() -> None:
         ("a.py, b.py, c.py and d.py", "names d.py, which is not there"),
     ],
 )
-def test_the_law_of_folder_maps_finds_an_offender(text: str, found: str, tmp_path: Path) -> None:
+def test_the_law_of_folder_maps_names_the_missing_file(text: str, found: str, tmp_path: Path) -> None:
     folder = tmp_path / "pipe"
     folder.mkdir()
     (folder / "__init__.py").write_text(f'"""{text}"""\n')

@@ -16,7 +16,6 @@ from triax.models.attention import SelfAttention
 from triax.models.config import CONFIGS, AnyDecoderConfig, GPTConfig, LlamaConfig, config_from_fields
 from triax.models.layers import ResidualBlock
 from triax.models.mlp import GatedMLP
-from triax.plugins.plan.layer_shapes import layers_of
 from triax.tensor_parallel.norm import RMSNorm
 
 from support.decoder_runs import VOCABULARY, Job, Place, assert_equal_to_one_process
@@ -85,19 +84,6 @@ def test_a_parallel_block_with_one_branch_adds_it(branch: str, shared_norm: bool
     wanted = torch.autograd.grad(plain.square().sum(), taken)
     got = torch.autograd.grad(block(x).square().sum(), taken)
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_counts_and_shapes_are_those_of_the_layers(name: str) -> None:
-    config, grid = MODELS[name], Grid()
-    built = [spec.build(grid) for spec in decoder_layers(config)]
-    assert len(built) == config.layer_count
-    shapes = layers_of(config)
-    for layer, shape in zip(built, shapes, strict=True):
-        assert type(layer).__name__ == shape.name
-        assert {n: tuple(p.shape) for n, p in layer.named_parameters()} == {w.name: w.shape for w in shape.weights}
-    tied = shapes[-1].parameters if config.tie_word_embeddings else 0
-    assert config.parameter_count == sum(shape.parameters for shape in shapes) - tied
 
 
 def test_a_configuration_is_made_again_from_text_and_fields() -> None:

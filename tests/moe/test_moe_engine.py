@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import triax
@@ -264,49 +265,64 @@ def test_a_checkpoint_has_bias_and_loads_and_knows_no_grid(ranks: Any, tmp_path:
             equal(each, wanted, options)
 
 
-def test_the_weight_gradients_of_experts_can_be_deferred() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(5, D, generator=generator, dtype=torch.float64, requires_grad=True)
-    weight = nn.Parameter(torch.randn(3, W, D, generator=generator, dtype=torch.float64))
-    groups, dy = Groups(torch.tensor([2, 0, 3])), torch.randn(5, W, generator=generator, dtype=torch.float64)
-    wanted = torch.autograd.grad(grouped_linear(x, weight, groups), (x, weight), dy)
-    deferred = Deferred()
+ACTIVATIONS: dict[str, tuple[Activation, Callable[[Tensor], Tensor]]] = {  # the library's, and the formula
+    "SwiGLU": (SwiGLU, lambda x: F.silu(x[:, :W]) * x[:, W:]),
+    "GEGLU": (GEGLU, lambda x: F.gelu(x[:, :W]) * x[:, W:]),
+    "GELU": (GELU, F.gelu),
+    "ReLU": (ReLU, F.relu),
+}
+
+
+class ExpertsOnTokens:
+    """Weights of three experts, which get 2, 0 and 3 tokens; outputs and gradients of a loop over them."""
+
+    def __init__(self, kind: Activation, activation: Callable[[Tensor], Tensor]) -> None:
+        numbers = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        self.groups, self.x, self.dy = Groups(torch.tensor([2, 0, 3])), numbers(5, D).requires_grad_(), numbers(5, D)
+        self.first = nn.Parameter(numbers(3, 2 * W if kind.gated else W, D))
+        self.last = nn.Parameter(numbers(3, D, W))
+        self.leaves = (self.x, self.first, self.last)
+        self.y = torch.cat(
+            [
+                F.linear(activation(F.linear(tokens, self.first[expert])), self.last[expert])
+                for expert, tokens in enumerate(self.x.split([2, 0, 3]))
+            ]
+        )
+        self.gradients = torch.autograd.grad(self.y, self.leaves, self.dy)
+
+
+@pytest.mark.parametrize(("kind", "activation"), ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_the_mlp_of_experts_equals_a_loop_over_them(kind: Activation, activation: Callable[[Tensor], Tensor]) -> None:
+    wanted = ExpertsOnTokens(kind, activation)
+
+    def mlp(x: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        return grouped_mlp(x, first, last, wanted.groups, kind)
+
+    y = mlp(*wanted.leaves)
+    torch.testing.assert_close(y, wanted.y, rtol=0, atol=1e-12)
+    gradients = torch.autograd.grad(y, wanted.leaves, wanted.dy)
+    torch.testing.assert_close(gradients, wanted.gradients, rtol=0, atol=1e-12)
+    assert torch.autograd.gradgradcheck(mlp, wanted.leaves)
+
+
+@pytest.mark.parametrize(("kind", "activation"), ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.parametrize("call", ["grouped_mlp", "grouped_linear"])
+def test_weight_gradients_of_experts_can_be_deferred(
+    kind: Activation, activation: Callable[[Tensor], Tensor], call: str
+) -> None:
+    wanted, deferred, done = ExpertsOnTokens(kind, activation), Deferred(), list[Tensor]()
+    x, first, last = wanted.leaves
     with SplitBackward(deferred):
-        y = grouped_linear(x, weight, groups)
+        if call == "grouped_mlp":
+            y = grouped_mlp(x, first, last, wanted.groups, kind)
+        else:
+            y = grouped_linear(activation(grouped_linear(x, first, wanted.groups)), last, wanted.groups)
     with deferring(deferred):
-        y.backward(dy)
-    assert weight.grad is None and x.grad is not None and torch.equal(x.grad, wanted[0])
-    done: list[Tensor] = []
-    deferred.run(lambda parameter: None, done.append)
-    assert len(done) == 1 and done[0] is weight
-    assert weight.grad is not None and torch.equal(weight.grad, wanted[1]) and not weight.grad[1].any()
-
-
-@pytest.mark.parametrize("kind", [SwiGLU, GEGLU, GELU, ReLU], ids=lambda kind: kind.name)
-def test_the_mlp_of_experts_is_two_products_and_can_be_deferred(kind: Activation) -> None:
-    generator = torch.Generator().manual_seed(0)
-    numbers = partial(torch.randn, generator=generator, dtype=torch.float64)
-    x = numbers(5, D).requires_grad_()
-    first, last = nn.Parameter(numbers(3, 2 * W if kind.gated else W, D)), nn.Parameter(numbers(3, D, W))
-    groups, dy = Groups(torch.tensor([2, 0, 3])), numbers(5, D)
-    products = grouped_linear(kind(grouped_linear(x, first, groups)), last, groups)
-    wanted = torch.autograd.grad(products, (x, first, last), dy)
-    y = grouped_mlp(x, first, last, groups, kind)
-    torch.testing.assert_close(y, products, rtol=0, atol=1e-12)
-    for found, expected in zip(torch.autograd.grad(y, (x, first, last), dy), wanted, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    assert torch.autograd.gradgradcheck(lambda a, b, c: grouped_mlp(a, b, c, groups, kind), (x, first, last))
-
-    deferred = Deferred()
-    with SplitBackward(deferred):
-        y = grouped_mlp(x, first, last, groups, kind)
-    with deferring(deferred):
-        y.backward(dy)
+        y.backward(wanted.dy)
     assert first.grad is None and last.grad is None
-    deferred.run(lambda parameter: None, lambda parameter: None)
-    for parameter, expected in zip((x, first, last), wanted, strict=True):
-        assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=1e-12)
+    deferred.run(lambda parameter: None, done.append)
+    assert {id(parameter) for parameter in done} == {id(first), id(last)} and len(done) == 2
+    torch.testing.assert_close((x.grad, first.grad, last.grad), wanted.gradients, rtol=0, atol=1e-12)
 
 
 @float64_by_default()

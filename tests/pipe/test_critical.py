@@ -53,7 +53,7 @@ def longest(schedule: Schedule, costs: Costs) -> float:
 
 
 @pytest.mark.parametrize(("name", "pipe", "microbatches", "chunks"), SCHEDULES)
-def test_the_path_is_the_longest_way(name: str, pipe: int, microbatches: int, chunks: int) -> None:
+def test_the_critical_path_is_the_longest_way_through_ops(name: str, pipe: int, microbatches: int, chunks: int) -> None:
     schedule = make_schedule(name, pipe, microbatches, chunks)
     for seed in range(20):
         costs = drawn_costs(schedule.stages, seed)
@@ -94,54 +94,90 @@ def delayed(found: CriticalPath, schedule: Schedule, late: Op, by: float) -> flo
     return max(ends.values())
 
 
-def test_an_op_is_explained() -> None:
-    schedule = make_schedule("1f1b", pipe=4, microbatches=8)
-    costs = Costs(COMM=0.25)
-    assert explain(schedule, costs, Op("B", 0, 0)) == (
-        "0B0 runs from 11.5 to 13.5 on rank 0. It starts when its gradient arrives, at 11.5: 1B0 of rank 1 ends at "
-        "11.25 and its message takes 0.25.\n"
-        "Rank 0 was ready at 4, after 0F3, and idle for 7.5.\n"
-        "It is on a critical path: the step would be longer if it started later."
-    )
-    assert "2F5 of rank 2 ends at 20" in (text := explain(schedule, costs, Op("F", 3, 5)))
-    assert "It could start up to 0.5 later without a longer step." in text
-    assert "Nothing comes before it." in explain(schedule, costs, Op("F", 0, 0))
+# F takes 1, B 2, and a message 0.25: 3F0 ends at 4.75, 3B0 at 6.75, 2B0 at 9, and 1B0 at 11.25.
+ONE_F_ONE_B, WITH_MESSAGES = make_schedule("1f1b", pipe=4, microbatches=8), Costs(COMM=0.25)
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        (
+            "0B0",
+            (
+                "0B0 runs from 11.5 to 13.5 on rank 0. It starts when its gradient arrives, at 11.5: 1B0 of rank 1 "
+                "ends at 11.25 and its message takes 0.25.\n"
+                "Rank 0 was ready at 4, after 0F3, and idle for 7.5.\n"
+                "It is on a critical path: the step would be longer if it started later."
+            ),
+        ),
+        ("3F5", "2F5 of rank 2 ends at 20"),
+        ("3F5", "It could start up to 0.5 later without a longer step."),
+        ("0F0", "Nothing comes before it."),
+    ],
+)
+def test_explain_tells_the_cause_of_a_start_and_the_slack(op: str, words: str) -> None:
+    assert words in explain(ONE_F_ONE_B, WITH_MESSAGES, Op.parse(op))
+
+
+def test_explain_refuses_an_op_that_the_schedule_lacks() -> None:
     with pytest.raises(ValueError, match="the schedule has no op 0I0, but 0B0"):
-        explain(schedule, costs, Op("I", 0, 0))
+        explain(ONE_F_ONE_B, WITH_MESSAGES, Op.parse("0I0"))
 
 
-def test_the_papers_bubble_leaves_the_first_way_out() -> None:
-    """Qi et al. 2024, table 2: ZB-H2 has no bubble at F = I = W, and 1F1B has (p - 1)(F + I + W - W) less than ours."""
-    two = simulate(make_schedule("zb-h2", 4, 8)).timeline
-    assert two.bubble_paper == pytest.approx(0, abs=1e-12) and two.bubble > 0.1
-    one = simulate(make_schedule("1f1b", 4, 8)).timeline
-    assert one.bubble_of_ideal == pytest.approx(3 / 8)  # Narayanan et al. 2021: (p - 1) / m
-    assert simulate(make_schedule("interleaved", 4, 8)).timeline.bubble_of_ideal == pytest.approx(3 / 8 / 2)
-    assert one.bubble_paper == one.bubble == pytest.approx(9 / 33)  # rank 0 is there from the start to the end
+@pytest.mark.parametrize(
+    ("name", "bubble", "bubble_paper"),
+    [
+        ("zb-h2", 3 / 27, 0),  # Qi et al. 2024, table 2: no bubble at F = I = W; each rank starts one F after the other
+        ("1f1b", 9 / 33, 9 / 33),  # rank 0 is at work from the start to the end: 3 (F + I + W) idle
+    ],
+)
+def test_bubble_paper_counts_from_a_ranks_first_op_to_its_last(name: str, bubble: float, bubble_paper: float) -> None:
+    times = simulate(make_schedule(name, pipe=4, microbatches=8)).timeline
+    assert times.bubble == pytest.approx(bubble)
+    assert times.bubble_paper == pytest.approx(bubble_paper, abs=1e-12)
 
 
-def test_the_command_explains_marks_and_lists(tmp_path: Path) -> None:
-    run = CliRunner().invoke(app, ["schedule", "explain", "zb-v", "1F0", "--pipe", "2"])
-    assert run.exit_code == 0 and run.output.startswith("1F0 runs from 0.5 to 1 on rank 1. It starts when its input")
-    shown = "triax schedule explain 1f1b 0B0 --costs 1,1,1,0.25"
-    run = CliRunner().invoke(app, shown.split()[1:])
-    page = (DOCS / "schedules.md").read_text().partition(f"$ {shown}\n```\n\n```text\n")[2].partition("```")[0]
-    assert page.split() == run.output.split()  # the page breaks its lines
-    plot = tmp_path / "s.svg"
-    run = CliRunner().invoke(app, ["schedule", "1f1b", "--pipe", "2", "--json", "--critical", "--plot", str(plot)])
-    found = json.loads(run.output)
-    schedule = make_schedule("1f1b", 2, 4)
-    assert found["critical_path"] == [str(span.op) for span in CriticalPath(schedule).path]
-    assert found["bubble_paper"] == simulate(schedule).timeline.bubble_paper
-    csv = tmp_path / "s.csv"
-    run = CliRunner().invoke(app, ["schedule", "1f1b", "--pipe", "2", "--write", str(csv)])
-    assert csv.read_text() == schedule.to_csv() and "bubble / ideal time 25.00% (Narayanan 2021)" in run.output
-    again = CliRunner().invoke(app, ["schedule", str(csv)])
-    assert again.output.splitlines()[1:] == run.output.splitlines()[1:]
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
+def test_bubble_of_ideal_is_narayanans(name: str, chunks: int) -> None:
+    """Narayanan et al. 2021: (p - 1) / m, and of interleaved stages divided by their number on a rank."""
+    times = simulate(make_schedule(name, pipe=4, microbatches=8, chunks=chunks)).timeline
+    assert times.bubble_of_ideal == pytest.approx(3 / 8 / chunks)
+
+
+def test_the_command_explains_an_op_as_the_page_shows() -> None:
+    typed = "triax schedule explain 1f1b 0B0 --costs 1,1,1,0.25"
+    page = (DOCS / "schedules.md").read_text().partition(f"$ {typed}\n```\n\n```text\n")[2].partition("```")[0]
+    assert CliRunner().invoke(app, typed.split()[1:]).output.split() == page.split()  # the page breaks its lines
+    code, output = run_triax("schedule", "explain", "zb-v", "1F0", "--pipe", "2")
+    assert code == 0 and output.startswith("1F0 runs from 0.5 to 1 on rank 1. It starts when its input")
+
+
+def test_critical_adds_the_path_to_the_json_and_the_plot(tmp_path: Path) -> None:
+    sizes, plot = ["--pipe", "2", "--microbatches", "2"], tmp_path / "s.svg"
+    output = run_triax("schedule", "1f1b", *sizes, "--json", "--critical", "--plot", str(plot))[1]
+    found = json.loads(output)
+    assert found["critical_path"] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]  # 1 + 1 + 2 + 1 + 2 + 2 = 9
+    assert found["bubble_paper"] == pytest.approx(3 / 9)  # of rank 0, which works for 6
     assert "critical path" in plot.read_text()
-    code, said = run_triax("schedule", "explain", "1f1b", "9F0")
-    assert code == 2 and "the schedule has no op 9F0" in said
-    code, said = run_triax("schedule", "1f1b", "--explain", "0F0")
-    assert code == 2 and "--explain is a verb now: type triax schedule explain NAME OP" in said
-    code, said = run_triax("schedule", "1f1b", "--critical")
-    assert code == 2 and "--critical does nothing without --plot" in said
+
+
+def test_the_command_shows_a_written_schedule_as_its_maker(tmp_path: Path) -> None:
+    csv = tmp_path / "s.csv"
+    _, made = run_triax("schedule", "1f1b", "--pipe", "2", "--write", str(csv))
+    assert "bubble / ideal time 25.00% (Narayanan 2021)" in made
+    assert csv.read_text() == make_schedule("1f1b", pipe=2, microbatches=4).to_csv()
+    _, read = run_triax("schedule", str(csv))
+    assert read.splitlines()[1:] == made.splitlines()[1:]  # the first line has the name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("explain 1f1b 9F0", "the schedule has no op 9F0"),
+        ("1f1b --explain 0F0", "--explain is a verb now: type triax schedule explain NAME OP"),
+        ("1f1b --critical", "--critical does nothing without --plot"),
+    ],
+)
+def test_the_command_refuses_to_explain_without_an_op(words: str, message: str) -> None:
+    code, output = run_triax("schedule", *words.split())
+    assert code == 2 and message in output

@@ -108,10 +108,19 @@ def test_text_colours_each_kind() -> None:
     console.print(drawn)
 
 
-def test_text_of_measured_times_does_not_need_units() -> None:
-    times = timeline_of(make_schedule("zb-v", 2, 4), Costs(0.0012, 0.0011, 0.0007, 0.0001))
-    lines = plain(text(times, width=90))
-    assert all(len(line) <= 97 for line in lines[:2])
+def test_text_is_the_same_in_any_unit_of_time() -> None:
+    schedule = make_schedule("zb-v", pipe=2, microbatches=4)
+    in_ms, in_s = (
+        plain(text(timeline_of(schedule, Costs(F=1.25 * unit, I=unit, W=0.75 * unit, COMM=0.125 * unit)), width=90))
+        for unit in (1.0, 2.0**-10)
+    )
+    assert in_ms[:2] == in_s[:2] and in_ms[:2] != plain(text(timeline_of(schedule), width=90))[:2]
+    for rank, row in enumerate(in_s[:2]):
+        assert len(row) <= len("rank 0 ") + 90
+        assert re.findall("[FIW]", row[7:].upper()) == [op.kind for op in schedule.orders[rank]]
+
+
+def test_text_of_an_empty_timeline_says_so() -> None:
     assert plain(text(Timeline(((),)))) == ["no op runs"]
 
 

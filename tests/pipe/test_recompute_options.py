@@ -21,53 +21,73 @@ from triax.pipe.recompute.recompute import shares
 from support.recompute_layers import Counts, counting, runs
 
 
+def groups_of(model: PipelineModule) -> dict[range, bool]:
+    """The groups of layers that run together, and True for those that are recomputed."""
+    return {range(group.start, group.stop): group.recomputed for group in model.recompute.groups(model, 0)}
+
+
 def test_recomputed_groups_of_layers_follow_the_interval() -> None:
-    assert [g[:3] for g in counting(2).recompute.groups(counting(2), 0)] == [(0, 2, True), (2, 4, True), (4, 5, True)]
-    assert [g[:3] for g in counting(0).recompute.groups(counting(0), 0)] == [(0, 5, False)]
-    layers: list[Any] = [
-        LayerSpec(nn.Linear, 2, 2),
-        LayerSpec(Counts, 2),
-        LayerSpec(Counts, 2),
-        torch.relu,
-        LayerSpec(Counts, 2),
-    ]
-    model = PipelineModule(layers, grid=Grid(), activation_checkpoint_interval=5, checkpointable_layers=["Counts"])
-    cut = [g[:4] for g in model.recompute.groups(model, 0)]
-    assert cut == [
-        (0, 1, False, "layer 0"),
-        (1, 3, True, "layers 1 to 2"),
-        (3, 4, False, "layer 3"),
-        (4, 5, True, "layer 4"),
-    ]
-    assert shares([6, 3], 4) == [3, 1] and shares([2, 2], 1) == [1, 1] and shares([2, 1], 9) == [2, 1]
+    assert groups_of(counting(interval=2)) == {range(2): True, range(2, 4): True, range(4, 5): True}
+    assert groups_of(counting(interval=0)) == {range(5): False}
     with pytest.raises(ValueError, match="interval=-1: give a whole number of at least 0"):
-        counting(-1)
+        counting(interval=-1)
 
 
-def test_nothing_is_left_behind() -> None:
-    """Neither frames nor slots wait for Python's collector."""
-    model = counting(2)
+def test_recomputed_groups_have_checkpointable_layers_only() -> None:
+    counts = LayerSpec(Counts, 2)
+    layers: list[Any] = [LayerSpec(nn.Linear, 2, 2), counts, counts, torch.relu, counts]
+    model = PipelineModule(layers, grid=Grid(), activation_checkpoint_interval=5, checkpointable_layers=["Counts"])
+    assert groups_of(model) == {range(1): False, range(1, 3): True, range(3, 4): False, range(4, 5): True}
+    names = [group.name for group in model.recompute.groups(model, 0)]
+    assert names == ["layer 0", "layers 1 to 2", "layer 3", "layer 4"]
+
+
+def test_longer_runs_of_layers_get_more_groups() -> None:
+    assert shares(lengths=[6, 3], number=4) == [3, 1]
+    assert shares(lengths=[2, 2], number=1) == [1, 1]  # each run is at least one group
+    assert shares(lengths=[2, 1], number=9) == [2, 1]  # and a group at least one layer
+
+
+def saved_storages(model: PipelineModule, x: Tensor) -> tuple[Tensor, list[weakref.ref[torch.UntypedStorage]]]:
+    """Run a model; return its output, and the memory of what autograd has saved for the backward pass."""
+    saved: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(weakref.ref(tensor.untyped_storage()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return model(x), saved
+
+
+def test_kept_inputs_are_in_slots_of_one_buffer() -> None:
+    model = counting(interval=2)  # layers 0 and 1, 2 and 3, 4
+    model.recompute.inputs = Inputs(model.grid, slots=3)
+    y, saved = saved_storages(model, torch.randn(3, 4, requires_grad=True))
+    buffers = {id(storage): storage.nbytes() for each in saved if (storage := each()) is not None}
+    assert list(buffers.values()) == [3 * 64]  # an input is 3 x 4 floats of 4 bytes, 48 rounded up to 64
+    del y
+
+
+def test_backward_frees_kept_inputs_without_the_collector() -> None:
+    model = counting(interval=2)
     model.recompute.inputs = Inputs(model.grid, slots=3)
     x = torch.randn(3, 4, requires_grad=True)
     model(x).sum().backward()
     gc.collect()
     gc.disable()
     try:
-        y = model(x)
-        arena = model.recompute.inputs._arena
-        assert arena is not None and arena._buffer is not None
-        buffer = arena._buffer()
-        assert buffer is not None and len(buffer.free) == 0 and buffer.memory.numel() == 3 * 64
-        del buffer
-        outputs = weakref.ref(y.untyped_storage())
+        y, kept = saved_storages(model, x)
+        kept.append(weakref.ref(y.untyped_storage()))
+        assert len(kept) == 4 and all(storage() is not None for storage in kept)
         y.sum().backward()
         del y
-        assert arena._buffer() is None and outputs() is None
+        assert [storage() for storage in kept] == [None] * 4
     finally:
         gc.enable()
 
 
-def test_a_layer_that_does_something_else_is_refused() -> None:
+def test_a_layer_that_is_recomputed_otherwise_is_refused() -> None:
     class Moody(nn.Linear):
         calls = 0
 
@@ -126,7 +146,7 @@ def selective(granularity: str | None) -> tuple[list[Tensor], int, list[int]]:
     return list(engine.gather("gradients").values()), engine.memory_report()["held"]["activations"], counts
 
 
-def test_selective_recomputes_what_asks_for_it() -> None:
+def test_selective_recomputes_parts_with_a_recompute_attribute() -> None:
     wanted, held, once = selective(None)
     found, less, twice = selective("selective")
     assert all(map(torch.equal, found, wanted)) and once == [1] * 3 and twice == [2] * 3

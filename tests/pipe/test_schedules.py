@@ -435,15 +435,30 @@ def test_the_command_prints_one_json_object() -> None:
     assert found["bubble"] == pytest.approx(1.5 / 25.5)
 
 
-def test_the_command_has_a_size_and_fits_into_80_columns() -> None:
-    for name in TRAINING:
-        code, output = run(name)
-        assert code == 0 and max(map(len, output.splitlines())) <= 80, name
-        sizes = f"pipe 4, microbatches {max(8, RECIPES[name].least(4))}, chunks {RECIPES[name].chunks}"
-        assert output.startswith(f"{name}: {sizes}, costs F 1, I 1, W 1")
-    assert "pipe 3, microbatches 6, chunks 1" in run("1f1b", "--pipe", "3")[1]
+# Sizes that the command takes for 4 ranks if none are typed: microbatches and chunks.
+DEFAULT_SIZES = {
+    **dict.fromkeys(["gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2"], (8, 1)),
+    **dict.fromkeys(["interleaved", "looped-bfs", "zb-v", "v-half", "v-min", "dualpipe-v", "wave"], (8, 2)),
+    "stp": (11, 2),  # its least number
+}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_triax_schedule_prints_default_sizes_in_80_columns(name: str) -> None:
+    microbatches, chunks = DEFAULT_SIZES[name]
+    code, output = run(name)
+    assert output.startswith(f"{name}: pipe 4, microbatches {microbatches}, chunks {chunks}, costs F 1, I 1, W 1")
+    assert code == 0 and max(map(len, output.splitlines())) <= 80
+
+
+def test_triax_schedule_prints_a_large_size_in_80_columns() -> None:
     code, output = run("1f1b", "--pipe", "16", "--microbatches", "64", "--costs", "1,1,1,0.1")
-    assert code == 0 and max(map(len, output.splitlines())) <= 80 and "W 1, message 0.1" in output
+    assert output.startswith("1f1b: pipe 16, microbatches 64, chunks 1, costs F 1, I 1, W 1, message 0.1")
+    assert code == 0 and max(map(len, output.splitlines())) <= 80
+
+
+def test_a_schedule_has_two_microbatches_a_rank_by_default() -> None:
+    assert run("1f1b", "--pipe", "3")[1].startswith("1f1b: pipe 3, microbatches 6, chunks 1")
 
 
 def test_the_command_compares_what_fits() -> None:

@@ -16,9 +16,14 @@ from support.training import Step
 
 
 def gpt_logits(
-    weights: dict[str, Tensor], ids: Tensor, layers: int, heads: int, documents: Tensor | None = None
+    weights: dict[str, Tensor],
+    ids: Tensor,
+    layers: int,
+    heads: int,
+    documents: Tensor | None = None,
+    attend: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """GPT's forward pass from whole-model names, with torch's functions alone."""
+    """GPT's forward pass from whole-model names, with torch's functions alone. ``attend``: as ``attention``."""
     seen, places = visible(ids, documents)
     x = F.embedding(ids, weights["layers.0.weight"]) + weights["layers.1.weight"][places]
     width = x.shape[-1]
@@ -27,7 +32,7 @@ def gpt_logits(
         h = F.layer_norm(x, (width,), block["norm1.weight"], block["norm1.bias"])
         q, k, v = F.linear(h, block["attention.qkv.weight"], block["attention.qkv.bias"]).chunk(3, dim=-1)
         q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
-        y = attention(q, k, v, seen)
+        y = (attend or attention)(q, k, v, seen)
         x = x + F.linear(y, block["attention.out.weight"], block["attention.out.bias"])
         h = F.layer_norm(x, (width,), block["norm2.weight"], block["norm2.bias"])
         h = F.gelu(F.linear(h, block["mlp.up.weight"], block["mlp.up.bias"]), approximate="tanh")

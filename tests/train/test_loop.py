@@ -32,6 +32,7 @@ from triax.train.progress import Reporter, in_lines, step_figures
 
 from support.command_line import output_of
 from support.file_runs import Recorder, Tensors, Watch, numbers_of, rows_of, run_watched, validations
+from support.rank_checks import triax_warnings
 from support.reference import gpt_logits
 from support.tokenized import folder
 
@@ -174,14 +175,9 @@ def test_a_resumed_run_has_the_rates_of_its_own_file(
 
 def said_of_resuming(root: str, *changes: str) -> list[str]:
     """Be a rank of a run; return what the log says of a checkpoint from which it resumes."""
-    log = io.StringIO()
-    handler = logging.StreamHandler(log)
-    logging.getLogger("triax").addHandler(handler)
-    try:
+    with triax_warnings() as warnings:
         run(root, "export=false", "evaluate.every=9", *changes)
-    finally:
-        logging.getLogger("triax").removeHandler(handler)
-    return [line for line in log.getvalue().splitlines() if "resumes" in line]
+    return [line for line in warnings if "resumes" in line]
 
 
 def test_a_resume_is_said_whatever_names_the_checkpoint(ranks: Any, place: Path) -> None:

@@ -18,6 +18,7 @@ from triax.base.errors import ConfigError
 from triax.compat.deepspeed.from_config import read_config
 from triax.pipe.program.draw import chrome_trace
 
+from support.rank_checks import triax_warnings
 from support.toys import error_text, mean_loss, random_pair, summed_loss
 from support.training import train_plain
 
@@ -331,19 +332,9 @@ def test_auto_and_what_changes_nothing(caplog: pytest.LogCaptureFixture) -> None
 
 def warnings_of(zero: dict[str, Any], *axes: int) -> list[str]:
     """Return what making an engine, by default on two replicas, says to this rank's log."""
-    said: list[str] = []
-
-    class Ear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    ear, logger = Ear(logging.WARNING), logging.getLogger("triax")
-    logger.addHandler(ear)
-    try:
+    with triax_warnings() as warnings:
         engine(Grid(*axes or (1, 2, 1)), zero)
-    finally:
-        logger.removeHandler(ear)
-    return said
+    return warnings
 
 
 def test_triax_warns_once_if_stage_3_shards_nothing(ranks: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import inspect
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -15,17 +16,22 @@ from triax.zero import ShardedOptimizer
 from triax.zero.bucket import Bucket
 from triax.zero.shown_gradients import TRANSITIONS, GradientState
 
-STATES = [state.name for state in GradientState]
+# The next state of a gradient, by the event and the state before it.
+TABLE = """\
+event       what happens                             ABSENT    PRESENT   CLEARED   ASSIGNED  DROPPED
+add         a backward pass has given a gradient     PRESENT   PRESENT   PRESENT   ASSIGNED  PRESENT
+fill        zeros are sent for a missing gradient    PRESENT   PRESENT   CLEARED   ASSIGNED  DROPPED
+vanish      other replicas have had none either      ABSENT    ABSENT    ABSENT    ASSIGNED  DROPPED
+pass        another backward pass begins             ABSENT    PRESENT   PRESENT   ASSIGNED  DROPPED
+zero        user code sets the gradient to zero      ABSENT    CLEARED   CLEARED   ASSIGNED  DROPPED
+drop        user code sets ``.grad`` to None         DROPPED   DROPPED   DROPPED   DROPPED   DROPPED
+assign      user code sets ``.grad`` to a tensor     ASSIGNED  ASSIGNED  ASSIGNED  ASSIGNED  ASSIGNED"""
+NEXT = {row.split()[0]: [GradientState[name] for name in row.split()[-5:]] for row in TABLE.splitlines()[1:]}
 
 
-def test_the_table_in_the_docstring_is_the_one_in_the_code() -> None:
-    rows = re.findall(
-        rf"^ {{4}}(\w+) .*?((?: +(?:{'|'.join(STATES)})){{5}})$", GradientState.__doc__ or "", re.MULTILINE
-    )
-    header, *events = [(event, cells.split()) for event, cells in rows]
-    assert header == ("event", STATES)
-    assert {event: [state.name for state in TRANSITIONS[event]] for event, _ in events} == dict(events)
-    assert TRANSITIONS.keys() == {event for event, _ in events}
+def test_docstring_and_code_have_the_table_of_states() -> None:
+    assert TABLE in inspect.getdoc(GradientState)  # type: ignore[operator]
+    assert {event: list(after) for event, after in TRANSITIONS.items()} == NEXT
 
 
 class OneGradient:
@@ -82,11 +88,11 @@ class OneGradient:
         assert self.state is state
 
 
-def optimizer_of(grid: Grid, passes: int) -> tuple[Any, nn.Module]:
+def optimizer_of(grid: Grid, passes: int, stage: int = 0) -> tuple[Any, nn.Sequential]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
     made = ShardedOptimizer(
-        torch.optim.SGD, module.parameters(), grid, stage=0, backward_passes_per_step=passes, lr=0.1
+        torch.optim.SGD, module.parameters(), grid, stage=stage, backward_passes_per_step=passes, lr=0.1
     )
     return made, module
 
@@ -96,46 +102,66 @@ def walk() -> list[str]:
     optimizer, _ = optimizer_of(Grid(timeout=60), passes=2)
     gradient = OneGradient(optimizer.backward_passes.data_axis.buckets[0])
     wrong = []
-    for event, after in TRANSITIONS.items():
-        for state in GradientState:
+    for event, after in NEXT.items():
+        for state, wanted in zip(GradientState, after, strict=True):
             gradient.reach(state, filled=event == "vanish")
             getattr(gradient, "pass_" if event == "pass" else event)()
             is_set = gradient.parameter.grad is not None
             right = {"ABSENT": not is_set, "DROPPED": True}.get(gradient.state.name, is_set)
-            if gradient.state is not after[state] or not right:
+            if gradient.state is not wanted or not right:
                 wrong.append(f"{state.name}, {event}: {gradient.state.name}, .grad {'set' if is_set else 'None'}")
     return wrong
 
 
-def test_each_event_in_each_state(ranks: Any) -> None:
+def test_each_event_leads_from_each_state_to_the_tables(ranks: Any) -> None:
     assert ranks(2, walk) == [[], []]
 
 
-USER_CODE: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    # What user code does after the first of two passes, the state then, and after the second pass.
-    "nothing": (lambda p: None, "PRESENT", "PRESENT"),
-    "p.grad.zero_()": (lambda p: p.grad.zero_(), "CLEARED", "PRESENT"),
-    "p.grad = None": (lambda p: setattr(p, "grad", None), "PRESENT", "PRESENT"),  # seen when the second pass begins
+ONES = torch.ones(5, 3, dtype=torch.float64)  # the gradient of the last bias is 5 in each pass
+
+
+# User code between two passes, and the state of the gradient before the second.
+USER_CODE: dict[str, tuple[Callable[[Any], object], str]] = {
+    "nothing": (lambda p: None, "PRESENT"),
+    "p.grad.zero_()": (lambda p: p.grad.zero_(), "CLEARED"),
+    "p.grad = None": (lambda p: setattr(p, "grad", None), "PRESENT"),  # seen when the second pass begins
 }
 
 
-@pytest.mark.parametrize("name", USER_CODE)
-def test_what_user_code_does_between_two_passes(name: str) -> None:
-    act, between, after = USER_CODE[name]
-    optimizer, module = optimizer_of(Grid(), passes=2)
-    first, second = module[0].weight, module[1].weight  # type: ignore[index]
-    shown = optimizer.backward_passes.data_axis.bucket_of(first).shown
-    x = torch.ones(5, 3, dtype=torch.float64)
+@pytest.mark.parametrize("code", USER_CODE)
+@pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.bias"])
+@pytest.mark.parametrize("second", ["all layers", "the last layer"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_gradient_changed_between_two_passes_is_as_in_torch(code: str, name: str, second: str, stage: int) -> None:
+    change, state = USER_CODE[code]
+    optimizer, module = optimizer_of(Grid(), passes=2, stage=stage)
+    plain, parameter = deepcopy(module), module.get_parameter(name)
+    shown = optimizer.backward_passes.data_axis.bucket_of(parameter).shown
     optimizer.zero_grad()
-    assert shown.state(first).name == "ABSENT"
-    module(x).sum().backward()
-    act(first)
-    assert shown.state(first).name == between
-    module(x).sum().backward()
-    assert (shown.state(first).name, shown.state(second).name) == (after, "PRESENT")
+    for model in (plain, module):
+        model(ONES).sum().backward()
+        change(model.get_parameter(name))
+        between = shown.state(parameter).name  # in the end, of the sharded module
+        (model(ONES) if second == "all layers" else model[1](torch.ones(5, 4).double())).sum().backward()
+    wanted = [parameter.grad for parameter in plain.parameters()]
+    torch.testing.assert_close([parameter.grad for parameter in module.parameters()], wanted, rtol=1e-10, atol=0)
+    after = "DROPPED" if plain.get_parameter(name).grad is None else "PRESENT"
+    assert (between, shown.state(parameter).name) == (state, after)
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    torch.testing.assert_close([*module.parameters()], [*plain.parameters()], rtol=1e-10, atol=0)
 
 
-def test_what_user_code_does_after_the_last_pass() -> None:
+def test_a_gradient_assigned_between_two_passes_is_refused() -> None:
+    _, module = optimizer_of(Grid(), passes=2)
+    parameter = dict(module.named_parameters())["0.weight"]
+    module(ONES).sum().backward()
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match=r"p\.grad of .* was assigned between two .*: change it after"):
+        module(ONES).sum().backward()
+
+
+def test_step_takes_gradients_that_user_code_changed_last() -> None:
     optimizer, module = optimizer_of(Grid(), passes=2)
     parameters = dict(module.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}

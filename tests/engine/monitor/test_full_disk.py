@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from triax.base.errors import ConfigError
 from triax.engine.monitor.trace.merge_timelines import merged
 from triax.grid.comm.timeline_recorder import TimelineRecorder
 
+from support.rank_checks import triax_warnings
 from support.toys import mean_loss
 
 FULL = "/dev/full"
@@ -43,12 +43,14 @@ def full_disk(here: bool) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def trained(folder: str, full: bool) -> tuple[list[float], list[str]]:
-    """Train five steps, of which the disk is full in steps 2 and 3; return the losses and the warnings."""
-    place, grid, lines = Path(folder), Grid(data=2, timeout=60), []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("triax").addHandler(handler)
+class Outcome(NamedTuple):
+    losses: list[float]
+    warnings: list[str]
+
+
+def trained(folder: str, full: bool) -> Outcome:
+    """Train five steps of 4 samples; with ``full``, the disk of rank 0 is full in steps 2 and 3."""
+    place, grid = Path(folder), Grid(data=2, timeout=60)
     stop = grid.spans.read(recorder := TimelineRecorder(place / "calls", grid.rank, grid.describe()))
     layers: list[Any] = [LayerSpec(nn.Linear, 3, 3), torch.tanh, LayerSpec(nn.Linear, 3, 3)]
     model = PipelineModule(layers, grid=grid, loss_fn=mean_loss, dtype=torch.float64)
@@ -65,47 +67,69 @@ def trained(folder: str, full: bool) -> tuple[list[float], list[str]]:
         "wall_clock_breakdown": True,
         "steps_per_print": 1,
     }
-    engine = triax.initialize(model=model, config=config)[0]
-    if grid.rank == 0 and full:
-        (place / "csv_monitor" / "Train_Samples_lr.csv").symlink_to(FULL)
     draws, losses = torch.Generator().manual_seed(grid.rank), []
-    for step in range(1, 6):
-        with full_disk(full and grid.rank == 0 and step in (2, 3)):
-            x, y = torch.randn(2, 2, 3, generator=draws, dtype=torch.float64)
-            losses.append(engine.train_batch(iter([(x, y)])).item())
-    stop()
-    recorder.close()
-    logging.getLogger("triax").removeHandler(handler)
-    return losses, lines
+    with triax_warnings() as warnings:
+        engine = triax.initialize(model=model, config=config)[0]
+        if grid.rank == 0 and full:
+            (place / "csv_monitor" / "Train_Samples_lr.csv").symlink_to(FULL)
+        for step in range(1, 6):
+            with full_disk(full and grid.rank == 0 and step in (2, 3)):
+                x, y = torch.randn(2, 2, 3, generator=draws, dtype=torch.float64)
+                losses.append(engine.train_batch(iter([(x, y)])).item())
+        stop()
+        recorder.close()
+    return Outcome(losses, warnings)
 
 
-def test_a_full_disk_ends_no_training(ranks: Any, tmp_path: Path) -> None:
-    (expected, quiet), _ = ranks(2, trained, str(tmp_path / "room"), False)
-    (losses, said), (_, other) = ranks(2, trained, str(tmp_path / "full"), True)
-    assert losses == expected and not quiet and not other  # rank 0 alone writes
-    place = tmp_path / "full"
-    text = "\n".join(said)
-    numbers = [line for line in said if line.startswith("the numbers of a step cannot be written")]
-    assert len(numbers) == 3  # one for each monitor, though it failed twice
-    assert f"No space left on device: '{place / 'csv_monitor' / 'Train_Samples_lr.csv'}'" in text
-    for name in ("json_monitor/metrics.jsonl", "tensorboard"):
-        assert f"[Errno 27] File too large: '{place / name}'" in text, name
-    for name in ("json_monitor/run.json", "json_monitor/timeline.json", "profile.txt", "calls/rank-0-0-0.jsonl"):
-        assert f"{place / name} cannot be written: [Errno 27] File too large" in text, name
-    assert len(said) == 7, said
-    rows = [json.loads(line) for line in (place / "json_monitor/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 4, 5]
-    histograms = (place / "json_monitor/histograms.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in histograms] == [1, 4, 5]
-    norms = [*csv.reader((place / "csv_monitor/Train_Samples_grad_norm.csv").open())]
+class FullDisk(NamedTuple):
+    """Folder and outcomes of the ranks of a run whose disk is full in steps 2 and 3, and outcomes of one with room."""
+
+    folder: Path
+    outcomes: list[Outcome]
+    with_room: list[Outcome]
+
+
+@pytest.fixture(scope="module")
+def run(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> FullDisk:
+    folder = tmp_path_factory.mktemp("disk")
+    with_room = ranks(2, trained, str(folder / "room"), full=False)
+    return FullDisk(folder / "full", ranks(2, trained, str(folder / "full"), full=True), with_room)
+
+
+def test_a_full_disk_changes_no_loss(run: FullDisk) -> None:
+    assert [each.losses for each in run.outcomes] == [each.losses for each in run.with_room]
+
+
+def test_a_full_disk_is_warned_of_once_for_each_file(run: FullDisk) -> None:
+    """Rank 0 alone writes; each monitor fails in two steps."""
+    numbers = [
+        f"[Errno 28] No space left on device: '{run.folder}/csv_monitor/Train_Samples_lr.csv'",
+        f"[Errno 27] File too large: '{run.folder}/json_monitor/metrics.jsonl",
+        f"[Errno 27] File too large: '{run.folder}/tensorboard",
+    ]
+    files = ("json_monitor/run.json", "json_monitor/timeline.json", "profile.txt", "calls/rank-0-0-0.jsonl")
+    others = [f"{run.folder}/{file} cannot be written: [Errno 27] File too large" for file in files]
+    said, *silent = [outcome.warnings for outcome in (*run.outcomes, *run.with_room)]
+    assert silent == [[], [], []] and len(said) == len(numbers) + len(others)
+    for words in (*numbers, *others):
+        (line,) = (line for line in said if words in line)
+        assert line.startswith("the numbers of a step cannot be written") == (words in numbers)
+
+
+def test_files_go_on_when_the_disk_has_room_again(run: FullDisk) -> None:
+    """With steps 1, 4 and 5, which end at samples 4, 16 and 20."""
+    for file in ("metrics.jsonl", "histograms.jsonl"):
+        rows = (run.folder / "json_monitor" / file).read_text().splitlines()
+        assert [json.loads(row)["step"] for row in rows] == [1, 4, 5], file
+    norms = [*csv.reader((run.folder / "csv_monitor/Train_Samples_grad_norm.csv").open())]
     assert [row[0] for row in norms] == ["step", "4", "16", "20"]
-    events = EventAccumulator(str(place / "tensorboard"))
+    events = EventAccumulator(str(run.folder / "tensorboard"))
     events.Reload()
+    losses = [float(torch.tensor(run.outcomes[0].losses[step - 1])) for step in (1, 4, 5)]  # in float32
     scalars = events.Scalars("Train/Samples/train_loss")
-    assert [each.step for each in scalars] == [4, 16, 20]
-    assert [each.value for each in scalars] == [float(torch.tensor(losses[at])) for at in (0, 3, 4)]
-    assert json.loads((place / "json_monitor/run.json").read_text())["since_step"] == 1
-    assert merged([file.read_text() for file in (place / "calls").iterdir()])["otherData"]["ranks"]
+    assert [(each.step, each.value) for each in scalars] == list(zip((4, 16, 20), losses, strict=True))
+    assert json.loads((run.folder / "json_monitor/run.json").read_text())["since_step"] == 1
+    assert merged([file.read_text() for file in (run.folder / "calls").iterdir()])["otherData"]["ranks"]
 
 
 def test_a_fifo_under_the_name_of_a_record_is_not_waited_for(tmp_path: Path) -> None:

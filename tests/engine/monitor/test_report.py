@@ -287,9 +287,9 @@ def test_a_clock_that_is_ahead_is_set_back() -> None:
     assert made["otherData"]["clock_error_us"] == pytest.approx(30)
 
 
-def train(folder: str, steps: int, *axes: int) -> None:
+def train(folder: str, steps: int, **axes: Any) -> None:
     """Train a small GPT on a grid, resumed from what is in the folder. Two stages trace their second step."""
-    grid = triax.Grid(pipe=axes[0], data=axes[1], context=axes[2])
+    grid = triax.Grid(**axes)
     model = tiny_gpt(grid, vocab_size=32, num_hidden_layers=2, num_attention_heads=2, dtype=torch.float32)
     files: dict[str, Any] = {
         "json_monitor": {"enabled": True, "output_path": folder, "job_name": "run"},
@@ -302,18 +302,39 @@ def train(folder: str, steps: int, *axes: int) -> None:
         engine.train_batch(iter([(tokens, tokens)] * 4))
 
 
-def test_panels_of_a_resumed_run_name_their_steps_and_ranks(ranks: Any, tmp_path: Path) -> None:
-    ranks(2, train, str(tmp_path), 3, 2, 1, 1)
-    ranks(2, train, str(tmp_path), 7, 1, 1, 2)
-    ranks(4, train, str(tmp_path), 10, 1, 2, 2)
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
+@pytest.fixture(scope="module")
+def resumed(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 10 steps, which was resumed twice, each time on another grid; its folder is ``run``."""
+    folder = tmp_path_factory.mktemp("resumed")
+    ranks(2, train, str(folder), steps=3, pipe=2)
+    ranks(2, train, str(folder), steps=7, context=2)
+    ranks(4, train, str(folder), steps=10, data=2, context=2)
+    return folder
+
+
+def test_run_json_of_a_resumed_run_lists_the_earlier_grids(resumed: Path) -> None:
+    record = json.loads((resumed / "run" / "run.json").read_text())
     assert [(each["since_step"], each["ranks"]) for each in record["earlier"]] == [(1, 2), (4, 2)]
     assert record["since_step"] == 8 and record["grid"] == {"pipe": 1, "data": 2, "tensor": 1, "context": 2}
+
+
+def test_run_json_has_parameters_traffic_and_activations(resumed: Path) -> None:
+    record = json.loads((resumed / "run" / "run.json").read_text())
     assert record["parameters"] == 32 * 16 + 8 * 16 + 2 * (12 * 16**2 + 13 * 16) + 2 * 16
-    sent = record["ranks"][0]["traffic"]["sent"]
-    assert {"context", "data_context"} <= sent.keys() and record["ranks"][0]["memory"]["held"]["activations"] > 0
-    text = " ".join(Page(write_report(tmp_path / "run").read_text()).text.split())
-    for words in (
+    first = record["ranks"][0]
+    assert {"context", "data_context"} <= first["traffic"]["sent"].keys()
+    assert first["memory"]["held"]["activations"] > 0
+
+
+@pytest.fixture(scope="module")
+def panels(resumed: Path) -> str:
+    return " ".join(Page(write_report(resumed / "run").read_text()).text.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        # The table of grids: steps, grid, ranks, schedule, chunks, samples of a batch and of a microbatch.
         "1 to 3 2 pipe × 1 data × 1 tensor 2 1f1b 1 8, 2",
         "4 to 7 1 pipe × 1 data × 2 context × 1 tensor 2 1f1b 1 8, 2",
         "8 to 10 1 pipe × 2 data × 2 context × 1 tensor 4 1f1b 1 8, 2",
@@ -322,11 +343,16 @@ def test_panels_of_a_resumed_run_name_their_steps_and_ranks(ranks: Any, tmp_path
         "Bytes that 4 ranks sent in step 10",
         "data × context axis: formula",
         "2 ranks: 2 pipe × 1 data × 1 tensor",  # of the trace of step 2, on the first grid
-    ):
-        assert words in text, (words, text[:3000])
-    # A run that begins again is no resumed one.
-    shutil.rmtree(tmp_path / "saved")
-    ranks(1, train, str(tmp_path), 1, 1, 1, 1)
+    ],
+)
+def test_panels_of_a_resumed_run_name_their_steps_and_ranks(panels: str, words: str) -> None:
+    assert words in panels, panels[:3000]
+
+
+def test_a_run_from_the_beginning_has_no_earlier_grids(resumed: Path, tmp_path: Path, ranks: Any) -> None:
+    """Also in the folder of another run, whose checkpoints are gone."""
+    shutil.copytree(resumed / "run", tmp_path / "run")
+    ranks(1, train, str(tmp_path), steps=1)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["earlier"] == []
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from triax.plugins.fault_tolerance.meeting import Report, decide
+from triax.plugins.fault_tolerance.meeting import Decision, Report, decide
 from triax.plugins.fault_tolerance.shard_cut import ShardCut
 
 
@@ -50,21 +51,40 @@ def test_state_that_has_a_holder_moves_to_any_other_cut(seed: int) -> None:
     assert all(got[name] == [e for span in wanted[name] for e in range(*span)] for name in new.names)
 
 
-def test_a_replica_that_leaves_hands_over_what_it_owns() -> None:
-    names = ("a", "b", "c")
-    a, b, c = (Report(name, 7, 4, True, names, names, names, names, names, process=f"{name}:1") for name in names)
+def report(name: str, **fields: Any) -> Report:
+    """The report of a replica of a run of a, b and c that has the whole sum of round 4."""
+    everyone: dict[str, Any] = dict.fromkeys(("members", "contributors", "planned", "owners", "keepers"), tuple("abc"))
+    return replace(Report(name, step=7, round=4, summed=True, process=f"{name}:1", **everyone), **fields)
 
-    def decision(*reports: Report) -> tuple[tuple[str, ...], ...]:
-        found = decide(reports, lambda step, members: members, hands_over=True)
-        assert found is not None
-        return found.next.members, found.next.contributors, found.left, found.next.owners, found.next.keepers
 
-    two = ("a", "b")
-    assert decision(a, b, replace(c, leaving=True)) == (names, two, (), names, names)
-    rounds = [replace(each, contributors=two, planned=two, owners=names, leaving=each is c) for each in (a, b, c)]
-    assert decision(*rounds) == (two, two, ("c",), two, two)
-    # All leave at once; a replica that died holds nothing any more, also when the sum is tried again.
-    assert decision(*(replace(each, leaving=True) for each in (a, b, c)))[:3] == ((), (), names)
-    assert decision(a, b) == (two, two, (), names, two)
-    again = decision(replace(a, summed=False), c)
-    assert again == (("a", "c"), ("a", "c"), (), names, ("a", "c"))
+def decision(*reports: Report) -> Decision:
+    found = decide(reports, choose=lambda step, members: members, hands_over=True)
+    assert found is not None
+    return found
+
+
+def test_a_replica_that_leaves_is_a_spare_member_for_one_step() -> None:
+    found = decision(report("a"), report("b"), report("c", leaving=True))
+    assert found.left == () and found.next.members == ("a", "b", "c")
+    assert found.next.contributors == ("a", "b")
+    assert found.next.owners == found.next.keepers == ("a", "b", "c")  # the others take over what c owns
+
+
+def test_a_spare_replica_is_gone_after_a_step_without_its_share() -> None:
+    two: dict[str, Any] = {"contributors": ("a", "b"), "planned": ("a", "b")}
+    found = decision(report("a", **two), report("b", **two), report("c", **two, leaving=True))
+    assert found.left == ("c",) and found.next.members == found.next.contributors == ("a", "b")
+    assert found.next.owners == found.next.keepers == ("a", "b")
+
+
+def test_no_member_is_left_when_all_replicas_leave_at_once() -> None:
+    found = decision(*(report(name, leaving=True) for name in "abc"))
+    assert found.left == ("a", "b", "c") and found.next.members == found.next.contributors == ()
+
+
+@pytest.mark.parametrize(("rest", "summed"), [("ab", True), ("ac", False)])
+def test_a_replica_that_died_keeps_nothing(rest: str, summed: bool) -> None:
+    """Also if the sum is tried again, because one of the others has none."""
+    found = decision(report(rest[0], summed=summed), report(rest[1]))
+    assert found.left == () and found.next.members == found.next.contributors == tuple(rest)
+    assert found.next.owners == ("a", "b", "c") and found.next.keepers == tuple(rest)
