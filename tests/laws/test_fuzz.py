@@ -52,7 +52,7 @@ def test_compositions_that_failed_once(ranks: Any, case: dict[str, Any]) -> None
 
 
 def test_some_random_compositions_equal_one_process(ranks: Any) -> None:
-    counts, findings = fuzz.run(seconds=60, seed=4, cases=4)
+    counts, findings = fuzz.run(seconds=60, seed=5, cases=4)
     assert not findings and counts["equal"] >= 2
 
 
