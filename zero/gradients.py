@@ -90,12 +90,11 @@ class GradientReducer:
         tie_axes: for each tie, the ranks that hold it; None for ties that need no message here.
         options: what ZeRO does.
 
-    A step's state, from ``begin``: reductions in flight, and the buckets whose last one of the step they are
-    (``_pending``); of each bucket that is reduced once a step, the
-    stages whose REDUCE is still to come (``_stages_left``); the backward pass that reduces (``_running``), and True if
-    it is its stage's last one (``_in_last``); of each
-    stage, parameters of direct buckets whose first gradient is not in its bucket yet (``_waiting``); parameters without
-    a gradient so far (``_unused``).
+    A step's state, from ``begin``: reductions in flight, each with its bucket if it is the bucket's last one of the
+    step (``_pending``); of each bucket that is reduced once a step, the stages whose REDUCE is still to come
+    (``_stages_left``); the backward pass that reduces (``_running``), and True if it is its stage's last one
+    (``_in_last``); of each stage, parameters of direct buckets whose first gradient is not in its bucket yet
+    (``_waiting``); parameters without a gradient so far (``_unused``).
     """
 
     def __init__(
@@ -273,7 +272,8 @@ class GradientReducer:
         self.settle()
         for bucket in self._buckets:
             bucket.complete()
-            self._pending.append((bucket.sum_copies(), None))
+            if bucket.copies is not None:
+                self._pending.append((bucket.sum_copies(), None))
         self.settle()
         if self._strict and self._unused:
             names = [member.layout.name for member in self._unused.values()]

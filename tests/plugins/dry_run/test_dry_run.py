@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,8 @@ def train(
     bf16: bool = False,
     accumulation: int = 2,
     model: Any = None,
+    state: str | None = None,
+    shard_size: int = -1,
     **axes: Any,
 ) -> Any:
     grid = triax.Grid(pipe, None, tensor, **axes)
@@ -55,8 +57,8 @@ def train(
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, **({} if state is None else {"state": state})}},
+        "zero_optimization": {"stage": stage, "mics_shard_size": shard_size},
         "bf16": {"enabled": bf16},
     }
     engine, *_ = triax.initialize(model=module, config=config)
@@ -67,9 +69,9 @@ def train(
     return engine
 
 
-def counted(stage: int, bf16: bool) -> tuple[dict[str, Any], dict[str, float]]:
+def counted(**options: Any) -> tuple[dict[str, Any], dict[str, float]]:
     """Bytes held and sent, as a rank of a real run counts them."""
-    engine = train(stage=stage, bf16=bf16)
+    engine = train(**options)
     sent = engine.traffic_report()["sent"]
     return engine.memory_report()["held"], {a: sum(e["bytes"] for e in kinds.values()) for a, kinds in sent.items()}
 
@@ -80,17 +82,24 @@ def dried(ranks: int, program: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 @pytest.mark.parametrize(("stage", "bf16"), [(1, False), pytest.param(3, True, marks=pytest.mark.exhaustive)])
 def test_bytes_are_those_that_gloo_ranks_count(ranks: Any, stage: int, bf16: bool) -> None:
-    real = ranks(8, counted, stage, bf16)
-    run = dried(8, train, stage=stage, bf16=bf16)
+    # In bf16, a norm keeps fp32 statistics on a GPU and in a dry run, and bf16 ones on a CPU.
+    run = require_counted_bytes(ranks, KINDS[:-1] if bf16 else KINDS, stage=stage, bf16=bf16)
     assert run.records[0]["microbatches"] is None
-    assert run.problems == []
     assert sorted(run.records) == [0, 3, 4, 7]
+
+
+def test_stored_state_in_groups_of_shards_has_its_real_bytes(ranks: Any) -> None:
+    require_counted_bytes(ranks, KINDS, tensor=1, stage=2, state="int8", shard_size=2)
+
+
+def require_counted_bytes(ranks: Any, kinds: Sequence[str], **options: Any) -> DryRun:
+    real, run = ranks(8, counted, **options), dried(8, train, **options)
+    assert run.problems == []
     for rank, record in run.records.items():
         held, sent = real[rank]
-        # In bf16, a norm keeps fp32 statistics on a GPU and in a dry run, and bf16 ones on a CPU.
-        kinds = KINDS[:-1] if bf16 else KINDS
         assert {k: record["memory"].get(k, 0) for k in kinds} == {k: held.get(k) or 0 for k in kinds}
         assert record["sent"] == sent
+    return run
 
 
 @pytest.mark.exhaustive
