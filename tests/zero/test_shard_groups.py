@@ -45,6 +45,26 @@ def test_groups_give_the_numbers_of_one_process_on_eight_ranks(ranks: Any) -> No
     require_equal(ranks, cells)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"data": 8},
+        {"data": 4, "tensor": 2, "sequence_parallel": True},
+        {"data": 4, "pipe": 2, "schedule": "1f1b"},
+        {"data": 4, "pipe": 2, "schedule": "zb-v"},
+        {"data": 2, "pipe": 2, "tensor": 2, "schedule": "zb-v"},
+        {"data": 4, "context": 2, "expert": 4},
+    ],
+)
+def test_each_size_of_groups_gives_the_numbers_of_one_process(ranks: Any, axes: dict[str, Any], stage: int) -> None:
+    replicas = axes["data"] * axes.get("context", 1)
+    sizes = [size for size in (1, 2, 4, 8) if replicas % size == 0]
+    places = [Place(**axes, stage=stage, microbatches=2, shard_size=size) for size in sizes]
+    require_equal(ranks, [(TIED, place) for place in places])
+
+
 def gpt_steps(zeros: Sequence[dict[str, Any]], **options: Any) -> list[list[Step]]:
     """Train a small GPT for three steps, once for each of several options of ZeRO."""
     grid = Grid(timeout=60)
