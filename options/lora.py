@@ -22,7 +22,7 @@ class Lora(Options):
 
     MAIN: ClassVar = "rank"
 
-    rank: int = option(8, "Rank r of the updates (PEFT: r).", least=1)
+    rank: int = option(8, "Rank r of the updates (PEFT: r).", least=1, most=65536)
     alpha: float = option(8.0, "The updates are scaled by alpha / rank (PEFT: lora_alpha).", above=0.0)
     targets: tuple[str, ...] | str = option(
         "all-linear",
