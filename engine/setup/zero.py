@@ -87,7 +87,8 @@ def one_replica_note(zero: Zero, grid: Grid) -> Note | None:
 def unsharded_note(data_axis: ZeroDataAxis) -> Note | None:
     """Return a note if stage 3 shards none of this rank's weights, because all are below the threshold; else None."""
     options, buckets = data_axis.options, data_axis.buckets
-    if options.stage < 3 or data_axis.axis.size == 1 or not buckets or any(bucket.partitioned for bucket in buckets):
+    shards = max((bucket.shard_axis.size for bucket in buckets), default=1)
+    if options.stage < 3 or shards == 1 or any(bucket.partitioned for bucket in buckets):
         return None
     largest = max(member.parameter.numel() for bucket in buckets for member in bucket.members)
     return Note(
