@@ -115,17 +115,9 @@ class RangeStepper:
         """Connect the optimizer to the gradient exchange, once, after that was made. Collective over the grid.
 
         LAMB and Muon get the layers that lie, whole or in part, in this rank's ranges.
-
-        Raises:
-            ValueError: the optimizer needs its whole range at once, and steps sub-groups.
         """
         if not getattr(self.optimizer, "layerwise", False):
             return
-        if self._sub_groups is not None:
-            raise ValueError(
-                f"{type(self.optimizer).__name__} combines all parts of a layer, but offload and sub_group_size step "
-                "parts of it one after the other: leave them out, or use AdamW"
-            )
         setattr(self.optimizer, "layers", ShardedLayers(self._buckets, grid))  # noqa: B010  # no attribute of torch's
 
     def step(self, scale: float, without: Collection[Tensor] = ()) -> None:

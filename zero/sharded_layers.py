@@ -10,8 +10,9 @@ every replica holds all updates, each computes all matrices and nothing is sent 
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,12 @@ class ShardedLayers:
         self._bucket_of: dict[Tensor, Bucket] = {b.master: b for b in buckets if b.master is not None}
         self._layers = {bucket: BucketLayers.of(bucket) for bucket in self._bucket_of.values()}
 
+    def under_names(self, bucket_of: Mapping[Tensor, Bucket]) -> ShardedLayers:
+        """Return these layers for other tensors than the masters: those that are stepped in place of them."""
+        made = copy.copy(self)
+        made._bucket_of = dict(bucket_of)
+        return made
+
     def parts(self, stepped: Tensor) -> list[tuple[slice, tuple[int, ...]]]:
         """Return the index of each layer's part in a stepped range, and the shape of the whole layer."""
         layers = self._layers[self._bucket_of[stepped]]
@@ -77,17 +84,18 @@ class ShardedLayers:
             if layers.parts:
                 values = stepped.detach()
                 squares = [square(flat[span]) for _, span in layers.parts for flat in (values, update)]
-                table.index_add_(0, layers.numbers, torch.stack(squares).view(-1, 2))
+                table.index_add_(0, layers.numbers, torch.stack(squares).view(-1, 2).to(table.device))
         for axis in dict.fromkeys(b.shard_axis for b in buckets if b.sharded):
             _sum([t for t, b in zip(tables, buckets, strict=True) if b.sharded and b.shard_axis is axis], axis)
         if tables and self._grid.tensor.size > 1:  # a replicated layer has the norm of the first rank, equal on all
             sharded = [chosen for layers in layers_of for chosen in layers.sharded]
             _sum(tables, self._grid.tensor, torch.tensor(sharded, device=self._grid.device))
-        return [table.sqrt()[layers.numbers] for table, layers in zip(tables, layers_of, strict=True)]
+        found = [table.sqrt()[layers.numbers] for table, layers in zip(tables, layers_of, strict=True)]
+        return [norms.to(stepped.device) for norms, (stepped, _) in zip(found, pairs, strict=True)]
 
     def whole(self, updates: Sequence[tuple[Tensor, Tensor, Function]], dtype: torch.dtype) -> list[Tensor]:
         """Return the updates, in ``dtype``, after a function of each layer's whole update."""
-        given = [update.to(dtype) for _, update, _ in updates]
+        given = [update.to(self._grid.device, dtype) for _, update, _ in updates]  # they may be offloaded
         results = [torch.zeros_like(update) for update in given]
         functions = [function for *_, function in updates]
         sharded: dict[Axis, list[_Matrix]] = {}
@@ -102,7 +110,7 @@ class ShardedLayers:
                     results[index][span] = self._apply(matrix, given[index][span], functions[index])
         for axis, matrices in sharded.items():
             self._exchange(axis, _assigned(matrices, axis.size), given, results, functions)
-        return results
+        return [result.to(stepped.device) for result, (stepped, *_) in zip(results, updates, strict=True)]
 
     def _exchange(
         self,
@@ -180,7 +188,7 @@ class BucketLayers(NamedTuple):
                 low, high = max(slot.start + turn * run, start), min(slot.start + (turn + 1) * run, stop)
                 if low < high:
                     parts.append((first + turn % experts, slice(low - start, high - start)))
-        numbers = torch.tensor([number for number, _ in parts], dtype=torch.int64, device=bucket.owned_gradient.device)
+        numbers = torch.tensor([number for number, _ in parts], dtype=torch.int64, device=bucket.weights.device)
         return cls(shapes, sharded, parts, numbers)
 
 

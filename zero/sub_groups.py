@@ -63,6 +63,9 @@ def sub_groups(buckets: Sequence[Bucket], size: int) -> Iterator[list[BucketPiec
 class SubGroups:
     """Steps one sub-group after the other with an optimizer's own ``step``, on views of masters and state.
 
+    LAMB and Muon combine the shards of a layer, so that all replicas step the same layers together: for them a
+    sub-group is a bucket.
+
     Args:
         make: makes the optimizer from parameter groups.
         buckets: the trained buckets of this rank.
@@ -79,7 +82,6 @@ class SubGroups:
     def __init__(self, make: MakeOptimizer, buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -> None:
         self._make, self._buckets = make, buckets
         memory = buckets[0].memory
-        self._groups = list(sub_groups(buckets, memory.offload.sub_group_size))
         masters = {bucket: bucket.master for bucket in buckets if bucket.master is not None}
 
         def grouped(parameters: dict[Bucket, Any]) -> Groups:
@@ -93,15 +95,22 @@ class SubGroups:
             master.grad, master.data = None, master.data[:0]
         self.optimizer = _fused(make(grouped(masters)))
         self.optimizer.state.clear()
+        self._layerwise = getattr(self.optimizer, "layerwise", False)
+        if self._layerwise:
+            self._groups = [[BucketPiece(bucket, 0, bucket.owned_numel)] for bucket in buckets]
+        else:
+            self._groups = list(sub_groups(buckets, memory.offload.sub_group_size))
         for bucket, master in masters.items():
             master.data = values[bucket]
+        self.state_of: dict[Bucket, dict[str, Tensor]] = {bucket: {} for bucket in masters}
+        self.stored: dict[Bucket, dict[str, StoredState]] = {bucket: {} for bucket in masters}
+        if self._layerwise:  # no two elements are a layer: state is allocated in the first step
+            return
         samples = {bucket: nn.Parameter(master.new_ones(2)) for bucket, master in masters.items()}
         for sample in samples.values():
             sample.grad = torch.zeros_like(sample)
         trial = in_training(_fused(make(grouped(samples))))
         trial.step()
-        self.state_of: dict[Bucket, dict[str, Tensor]] = {bucket: {} for bucket in samples}
-        self.stored: dict[Bucket, dict[str, StoredState]] = {bucket: {} for bucket in samples}
         for bucket, sample in samples.items():
             for key, value in trial.state[sample].items():
                 if is_elementwise(value, sample):
@@ -197,7 +206,9 @@ class SubGroups:
                 kept += [(tensor[low:high], tensor[low:high].clone()) for tensor in elements if low < high]
                 if low < high:
                     part.detach()[low:high].zero_()  # so that decay makes nothing of state that this step makes
-        worker = worker_of(self.optimizer, groups, state)
+        worker: Any = worker_of(self.optimizer, groups, state)
+        if self._layerwise:
+            worker.layers = worker.layers.under_names({p: piece.bucket for piece, p in zip(pieces, parts, strict=True)})
         worker.step()
         for tensor, before in kept:
             tensor.copy_(before)

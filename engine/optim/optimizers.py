@@ -27,11 +27,8 @@ _REFUSED = {
 WHOLE_TENSOR = {
     "Adafactor": ("its second moments are sums over rows and columns of a tensor", "Lion, with half of Adam's state"),
 }
-# Optimizers that sum norms or assemble matrices over the shards of a tensor, which are all in memory: the same pair.
-LAYERWISE = {
-    "Lamb": ("its coefficient is of a whole tensor", "AdamW"),
-    "Muon": ("it makes a whole matrix orthogonal", "AdamW"),
-}
+# Optimizers that sum norms or assemble matrices over the shards of a tensor.
+LAYERWISE = ("Lamb", "Muon")
 _TORCH = tuple(
     name
     for name, member in vars(torch.optim).items()
@@ -172,7 +169,7 @@ def require_whole_tensors(cls: type[torch.optim.Optimizer], stage: int, offload:
         (stage > 0, state, f"<zero.stage> {stage} shards the optimizer state into flat ranges: set stage 0"),
         (
             offload,
-            state or LAYERWISE.get(name),
+            state,
             (
                 "<zero.offload_optimizer>, <zero.offload_parameters> and <zero.sub_group_size> step flat ranges: "
                 "leave them out"

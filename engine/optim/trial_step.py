@@ -52,7 +52,7 @@ def try_scheduler(
 
 def _stepped(kind: str, params: Mapping[str, Any], groups: int = 1) -> torch.optim.Optimizer:
     cls, given = resolve(kind, params)
-    shape = (2, 2) if cls.__name__ in WHOLE_TENSOR | LAYERWISE else (1,)
+    shape = (2, 2) if cls.__name__ in (*WHOLE_TENSOR, *LAYERWISE) else (1,)
     parameters = [nn.Parameter(torch.ones(shape)) for _ in range(groups)]
     optimizer = cls(fused(cls, [{"params": [parameter]} for parameter in parameters], given), **given)
     for parameter in parameters:

@@ -191,7 +191,7 @@ def _require_fitting(
                 f"{layout.shape[layout.expert_dim]} experts, which would share one scale: take AdamW, Lion or Lamb, "
                 "which steps each expert as a layer of its own"
             )
-        if parameter.is_complex() and cls.__name__ in optimizers.WHOLE_TENSOR | optimizers.LAYERWISE:
+        if parameter.is_complex() and cls.__name__ in (*optimizers.WHOLE_TENSOR, *optimizers.LAYERWISE):
             raise ConfigError(
                 f"optimizer {cls.__name__} steps real tensors, and {layout_of(parameter).name or 'a parameter'} of "
                 f"shape {list(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}: take AdamW, or make "
@@ -213,16 +213,15 @@ def require_elementwise(cls: type[torch.optim.Optimizer]) -> None:
 
 
 def _require_elementwise_state(cls: type[torch.optim.Optimizer], optimizer: Optimizer) -> None:
-    """Refuse state in fewer bits for an optimizer that steps whole layers, or has state of its own shape.
+    """Refuse state in fewer bits for an optimizer that has state of another shape than its parameters', or a stepper.
 
     Raises:
         OptionError: it does.
     """
-    special = optimizers.WHOLE_TENSOR | optimizers.LAYERWISE
-    if cls.__name__ in special or hasattr(cls, "stepper"):
+    if cls.__name__ in optimizers.WHOLE_TENSOR or hasattr(cls, "stepper"):
         raise refusal(
-            f"<optimizer.state> is {optimizer.state}, and {cls.__name__} steps more than single elements: leave state "
-            f"out, or use one of {', '.join((*ELEMENTWISE, 'Lion'))}"
+            f"<optimizer.state> is {optimizer.state}, and the state of {cls.__name__} is not one number an element: "
+            f"leave state out, or use one of {', '.join((*ELEMENTWISE, 'Lion', *optimizers.LAYERWISE))}"
         )
 
 

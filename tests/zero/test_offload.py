@@ -267,8 +267,8 @@ def test_hooks_and_schedulers_see_all_sub_groups_as_one_step(tmp_path: Path) -> 
 
 
 class _Range:
-    def __init__(self, numel: int, tie: int | None = None) -> None:
-        self.owned, self.tie = (numel, 2 * numel), tie
+    def __init__(self, numel: int, tie: int | None = None, state: str | None = None) -> None:
+        self.owned, self.tie, self.state = (numel, 2 * numel), tie, state
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 10, 100])
@@ -278,6 +278,14 @@ def test_sub_groups_cut_and_put_together(size: int) -> None:
     assert all(sum(stop - start for _, start, stop in pieces) == size for pieces in groups[:-1])
     elements = [(id(bucket), i) for pieces in groups for bucket, start, stop in pieces for i in range(start, stop)]
     assert elements == [(id(bucket), i) for bucket in buckets for i in range(bucket.owned[1] - bucket.owned[0])]
+
+
+@pytest.mark.parametrize(("size", "pieces"), [(1, 64), (100, 64), (128, 128), (1000, 960)])
+def test_sub_groups_of_stored_state_are_whole_blocks(size: int, pieces: int) -> None:
+    buckets: Any = [_Range(640, state="int8"), _Range(320)]
+    groups = [sum(stop - start for _, start, stop in group) for group in sub_groups(buckets, size)]
+    assert groups[0] == pieces and sum(groups) == 960
+    assert all(start % 64 == 0 for group in sub_groups(buckets, size) for _, start, _ in group)
 
 
 def test_a_tied_bucket_is_cut_equally_on_each_of_its_stages() -> None:

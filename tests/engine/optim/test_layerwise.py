@@ -51,14 +51,14 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def made(shape: tuple[int, int, int], kind: str, stage: int, **config: Any) -> Any:
+def made(shape: tuple[int, int, int], kind: str, stage: int, zero: dict[str, Any] | None = None, **config: Any) -> Any:
     grid = Grid(*shape, timeout=60)
     model = PipelineModule(layers(grid), grid=grid, loss_fn=mean_loss, dtype=torch.float64, partition="uniform")
     settings = {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": kind, "params": PARAMS[kind]},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 60},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 60, **(zero or {})},
         **config,
     }
     return triax.initialize(model=model, config=settings)[0]
@@ -71,12 +71,17 @@ def step(engine: Any, number: int) -> None:
     engine.train_batch(iter(zip(x[mine].split(2), y[mine].split(2), strict=True)))
 
 
-def trained(shape: tuple[int, int, int], kind: str, stage: int) -> tuple[Weights, Weights]:
-    engine = made(shape, kind, stage)
-    before = engine.gather()
+OFFLOADS: list[dict[str, Any]] = [{}, {"offload_optimizer": {"device": "cpu"}}, {"sub_group_size": 50}]
+
+
+def trained(shape: tuple[int, int, int], kind: str, stage: int) -> tuple[Weights, list[Weights]]:
+    """Train with each of OFFLOADS; return the initial weights, and those after the steps."""
+    engines = [made(shape, kind, stage, zero) for zero in OFFLOADS]
+    before = engines[0].gather()
     for number in range(STEPS):
-        step(engine, number)
-    return before, engine.gather()
+        for engine in engines:
+            step(engine, number)
+    return before, [engine.gather() for engine in engines]
 
 
 def lamb(weights: Weights, gradients: Weights, state: dict[str, Any], number: int) -> None:
@@ -136,7 +141,7 @@ def test_steps_equal_one_process(
 ) -> None:
     results = ranks(math.prod(shape), trained, shape, kind, stage)
     wanted = reference(results[0][0], kind, monkeypatch)
-    for _, found in results:
+    for found in (weights for _, of_engines in results for weights in of_engines):
         for name, weight in wanted.items():
             torch.testing.assert_close(found[name], weight, rtol=1e-10, atol=1e-12)
 
@@ -291,9 +296,11 @@ def test_adafactor_refuses_experts_that_share_one_scale() -> None:
         triax.initialize(model=model, config=config)
 
 
-def resumed(folder: str, shape: tuple[int, int, int], kind: str, stage: int) -> Weights:
+def resumed(
+    folder: str, shape: tuple[int, int, int], kind: str, stage: int, zero: dict[str, Any] | None = None
+) -> Weights:
     """Weights after all steps, of which a checkpoint in ``folder`` has the first two, if it is there."""
-    engine = made(shape, kind, stage)
+    engine = made(shape, kind, stage, zero)
     if engine.load_checkpoint(folder)[0] is None:
         for number in range(2):
             step(engine, number)
@@ -308,8 +315,9 @@ def resumed(folder: str, shape: tuple[int, int, int], kind: str, stage: int) -> 
 @pytest.mark.parametrize("kind", ["Lamb", "Muon"])
 def test_state_is_loaded_on_another_grid(ranks: Any, kind: str, tmp_path: Path) -> None:
     [first, *_] = ranks(4, resumed, str(tmp_path), (1, 4, 1), kind, 2)
-    for found in ranks(4, resumed, str(tmp_path), (2, 1, 2), kind, 1):
-        torch.testing.assert_close(found, first, rtol=1e-10, atol=1e-12)
+    for zero in OFFLOADS:
+        for found in ranks(4, resumed, str(tmp_path), (2, 1, 2), kind, 1, zero):
+            torch.testing.assert_close(found, first, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (5, 5)])
