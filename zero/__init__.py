@@ -38,6 +38,7 @@ A step:
     stored_state.py: optimizer state in bf16, or in codes of 8 or 4 bits
     late_parameters.py: step counts of parameters that some steps left out
     whole_tensors.py: the step of optimizers that need whole tensors (Adafactor), in stage 0
+    optimizer_state.py: entries of an optimizer's state, and copies of an optimizer for other tensors
     optimizer_entries.py: what an optimizer counts in its groups and in itself, for checkpoints
     sharded_layers.py: norms and matrices over the shards of each layer, for LAMB and Muon
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .bucket import Bucket
-from .sub_groups import copied, is_elementwise, is_number, worker_of
+from .optimizer_state import copied, is_elementwise, is_number, worker_of
 
 Numbers = dict[str, Any]
 
@@ -59,10 +59,10 @@ class LateParameters:
         for bucket, standing in standing_in.items():
             assert bucket.master is not None and bucket.group is not None
             flat = self._optimizer.state.get(bucket.master, {})
-            for parameter, start, stop in self._cut(bucket, standing):
+            for parameter, start, stop in self.cut(bucket, standing):
                 piece = nn.Parameter(bucket.master.detach()[start:stop])
                 piece.grad = bucket.owned_gradient[start:stop].to(piece.device)
-                numbers = self._common(bucket) if parameter is None else self.numbers[parameter]
+                numbers = self.numbers_of(bucket, parameter)
                 if numbers is not None:
                     state[piece] = {k: v[start:stop] for k, v in flat.items() if is_elementwise(v, bucket.master)}
                     state[piece] |= {key: copied(value) for key, value in numbers.items()}
@@ -89,14 +89,20 @@ class LateParameters:
             else:
                 self.numbers[parameter] = numbers
 
+    def numbers_of(self, bucket: Bucket, parameter: Tensor | None) -> Numbers | None:
+        """Return the numbers of a parameter, or with None those of the rest of its bucket; None: no state yet."""
+        return self._common(bucket) if parameter is None else self.numbers[parameter]
+
     def _common(self, bucket: Bucket) -> Numbers | None:
         """Return the numbers of the bucket's state, or None if it has no state yet."""
         master = bucket.master
         assert master is not None
-        state = self._optimizer.state.get(master, {})
-        return {key: copied(value) for key, value in state.items() if is_number(value, master)} if state else None
+        state = self._optimizer.state
+        if master not in state:
+            return None
+        return {key: copied(value) for key, value in state[master].items() if is_number(value, master)}
 
-    def _cut(self, bucket: Bucket, standing: Collection[Tensor]) -> list[tuple[Tensor | None, int, int]]:
+    def cut(self, bucket: Bucket, standing: Collection[Tensor]) -> list[tuple[Tensor | None, int, int]]:
         """Cut the owned range into pieces that are stepped: (parameter with its own numbers or None, start, stop).
 
         A rank that owns no element of such a parameter has an empty piece: numbers are equal on all ranks.

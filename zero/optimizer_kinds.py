@@ -31,9 +31,9 @@ from ..grid.agreement.agreement import agreed
 from .axis_options import ZeroOptions
 from .managed import ManagedParameter
 from .optimizer_entries import group_entries, load_own_entries, own_entries
+from .optimizer_state import in_training, is_elementwise, is_number
 from .protocols import MakeOptimizer
 from .range_stepper import ELEMENTWISE, OptimizerFactory, RangeStepper
-from .sub_groups import in_training, is_elementwise, is_number
 from .whole_tensors import WholeStepper
 
 _PACKAGE = __name__.partition(".")[0]

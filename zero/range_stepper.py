@@ -19,10 +19,11 @@ from ..grid.layout import FlatRange
 from .axis_options import ZeroOptions
 from .bucket import Bucket
 from .late_parameters import LateParameters
+from .optimizer_state import is_elementwise, is_number
 from .protocols import Exchange, MakeOptimizer
 from .shard_ranges import DtypeOf, KeyedRanges, ShardRanges
 from .sharded_layers import ShardedLayers
-from .sub_groups import SubGroups, is_elementwise, is_number
+from .sub_groups import SubGroups
 
 _PACKAGE = __name__.partition(".")[0]
 _AT_ONCE = 2**22  # elements of new weights in flight, by default: what is sent and not received takes memory
@@ -102,6 +103,8 @@ class RangeStepper:
         self._make_again = make
         self.made_at_once = bool(self.optimizer.state) and self._sub_groups is None
         self.late = LateParameters(self.optimizer) if self._keeps_counts() else None
+        if self._sub_groups is not None:
+            self._sub_groups.late = self.late
 
     def _make(self, make: MakeOptimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         """Make the optimizer over the tensors that are stepped."""
@@ -174,12 +177,12 @@ class RangeStepper:
     def _keeps_counts(self) -> bool:
         """Return True if parameters that a step leaves out have step counts of their own.
 
-        This is False for LAMB and Muon, which step whole layers, for sub-groups, and for optimizers of other libraries,
-        which may keep numbers elsewhere: there all parameters of a bucket have one count.
+        This is False for LAMB and Muon, which step whole layers, and for optimizers of other libraries, which may keep
+        numbers elsewhere: there all parameters of a bucket have one count.
         """
         bases = [base.__module__ for base in type(self.optimizer).__mro__[:-2]]
         known = any(base.startswith(("torch.optim.", f"{_PACKAGE}.optim.")) for base in bases)
-        return known and self._sub_groups is None and not getattr(self.optimizer, "layerwise", False)
+        return known and not getattr(self.optimizer, "layerwise", False)
 
     def _scales_by(self, scale: float) -> bool:
         """Return True if the optimizer's fused kernel can scale the gradients, bit by bit as ``_scale`` does.

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..grid import Grid
 from ..grid.layout import FlatRange
 from .data_axis import ZeroDataAxis
+from .optimizer_state import is_number
 from .shard_ranges import KeyedRanges, NamedParameter, ShardRanges
-from .sub_groups import is_number
 
 # In place of a parameter's numbers: steps have left it out, so that it has no state yet, and no ``step`` tells that.
 _NO_STATE = {"no_state": True}

@@ -105,6 +105,8 @@ class CodedState(StoredState):
         return [self._codes, self._scales]
 
     def read(self, start: int, stop: int) -> Tensor:
+        if start == stop:
+            return self._scales.new_zeros(0, dtype=self._dtype)
         codes = self._codes[start * self._bits // 8 : stop * self._bits // 8]
         if self._bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], -1).view(-1)
@@ -113,6 +115,9 @@ class CodedState(StoredState):
         return units.mul_(self._scales[start // BLOCK : stop // BLOCK, None]).view(-1)
 
     def write(self, start: int, values: Tensor) -> None:
+        self.filled = True
+        if not values.numel():
+            return
         stop = start + values.numel()
         blocks = values.to(self._scales.device).view(-1, BLOCK)
         scales = blocks.abs().amax(1).float()
@@ -123,7 +128,6 @@ class CodedState(StoredState):
             codes = codes[::2] | codes[1::2] << 4
         self._codes[start * self._bits // 8 : stop * self._bits // 8] = codes
         self._scales[start // BLOCK : stop // BLOCK] = scales
-        self.filled = True
 
 
 @cache

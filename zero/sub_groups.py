@@ -6,8 +6,8 @@ State in fewer bits (``stored_state.py``) has full precision within the step of 
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,18 +15,22 @@ from torch import Tensor, nn
 
 from .bucket import Bucket
 from .flat import BLOCK
+from .late_parameters import LateParameters, Numbers
+from .optimizer_state import Groups, copied, in_training, is_elementwise, worker_of
 from .protocols import MakeOptimizer
 from .stored_state import StoredState, stored_state
 
-Groups = list[dict[str, Any]]
-
 
 class BucketPiece(NamedTuple):
-    """Elements ``start`` to ``stop`` of the range that this rank owns of a bucket."""
+    """Elements ``start`` to ``stop`` of the range that this rank owns of a bucket.
+
+    ``parameter``: the parameter that the piece is of, if it has numbers of its own (``LateParameters``).
+    """
 
     bucket: Bucket
     start: int
     stop: int
+    parameter: Tensor | None = None
 
 
 def sub_groups(buckets: Sequence[Bucket], size: int) -> Iterator[list[BucketPiece]]:
@@ -77,11 +81,13 @@ class SubGroups:
             step and runs the optimizer's hooks.
         state_of: the elementwise state of each bucket by key, each a tensor of the bucket's elements on this rank.
         stored: in place of that, state in fewer bits.
+        late: step counts of parameters that some steps left out; None if they have no counts of their own.
     """
 
     def __init__(self, make: MakeOptimizer, buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -> None:
         self._make, self._buckets = make, buckets
         memory = buckets[0].memory
+        self.late: LateParameters | None = None
         masters = {bucket: bucket.master for bucket in buckets if bucket.master is not None}
 
         def grouped(parameters: dict[Bucket, Any]) -> Groups:
@@ -154,52 +160,105 @@ class SubGroups:
 
     def step(self, scale: float, without: Collection[Tensor]) -> None:
         """Scale the gradients, and step the masters and shards. The new weights are not sent to other replicas."""
+        standing_in = {} if self.late is None else self.late.find(self._buckets, without)
         frozen = {bucket: bucket.frozen(without) for bucket in self._buckets}
-        rest: dict[Bucket, dict[str, Any]] = {}  # state that is not elementwise
+        numbers: dict[tuple[Bucket, Tensor | None], Numbers] = {}  # state that is not elementwise, after the step
         for index, pieces in enumerate(self._groups):
             for piece in self._groups[index + 1] if index + 1 < len(self._groups) else ():
                 piece.bucket.memory.prefetch(*self._tensors(piece))
-            self._step(pieces, scale, frozen, rest)
+            self._step([part for piece in pieces for part in self._cut(piece, standing_in)], scale, frozen, numbers)
             for piece in pieces:
                 piece.bucket.memory.evict(*self._tensors(piece))
-        for bucket, values in rest.items():
-            assert bucket.master is not None
-            self.optimizer.state[bucket.master] = {**values, **self.state_of[bucket]}
+        for (bucket, parameter), values in numbers.items():
+            flat = self.optimizer.state[bucket.master]
+            flat.update(self.state_of[bucket])
+            if parameter is None:
+                flat.update(values)
+                continue
+            assert self.late is not None
+            self.late.numbers[parameter] = values
+            for key, value in values.items():
+                flat.setdefault(key, copied(value))  # no parameter of this bucket has the common number
         self.optimizer.step()
+
+    def _cut(self, piece: BucketPiece, standing_in: Mapping[Bucket, set[Tensor]]) -> Iterator[BucketPiece]:
+        """Cut a piece where parameters have numbers of their own, and leave out those that the step leaves out.
+
+        A rank that owns no element of such a parameter has an empty piece, with the bucket's first: numbers are equal
+        on all ranks.
+        """
+        bucket, first, last, _ = piece
+        if self.late is None or bucket not in standing_in:
+            yield piece
+            return
+        for parameter, start, stop in self.late.cut(bucket, standing_in[bucket]):
+            if bucket.state is not None:  # with the padding behind it, whole blocks
+                stop = start + -(-(stop - start) // BLOCK) * BLOCK
+            low, high = max(start, first), min(stop, last)
+            if low < high or (start == stop and first == 0):
+                yield BucketPiece(bucket, low, max(low, high), parameter)
 
     def _step(
         self,
         pieces: Sequence[BucketPiece],
         scale: float,
         frozen: dict[Bucket, list[tuple[int, int]]],
-        rest: dict[Bucket, dict[str, Any]],
+        numbers: dict[tuple[Bucket, Tensor | None], Numbers],
     ) -> None:
+        # Fused kernels do not take tensors with and without state together.
+        for begun in (False, True):
+            chosen = [piece for piece in pieces if (self._numbers(piece) is not None) is begun]
+            if chosen:
+                self._step_alike(chosen, scale, frozen, numbers)
+
+    def _numbers(self, piece: BucketPiece) -> Numbers | None:
+        """Return a copy of the state of a piece that is one number; None if the piece has no state yet.
+
+        A step counter must not count the pieces of one step.
+        """
+        master, state = piece.bucket.master, self.optimizer.state
+        assert master is not None
+        if self.late is not None:
+            numbers = self.late.numbers_of(piece.bucket, piece.parameter)
+        else:
+            numbers = state.get(master)
+        if numbers is None:
+            return None
+        return {key: copied(value) for key, value in numbers.items() if not is_elementwise(value, master)}
+
+    def _step_alike(
+        self,
+        pieces: Sequence[BucketPiece],
+        scale: float,
+        frozen: dict[Bucket, list[tuple[int, int]]],
+        numbers: dict[tuple[Bucket, Tensor | None], Numbers],
+    ) -> None:
+        """Step pieces that all have state, or all have none."""
         chosen: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
         parts: list[nn.Parameter] = []
         state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         kept: list[tuple[Tensor, Tensor]] = []
-        for bucket, start, stop in pieces:
+        for piece in pieces:
+            bucket, start, stop, _ = piece
             assert bucket.master is not None and bucket.group is not None
             gradient = bucket.owned_gradient[start:stop]
             if scale != 1.0:
                 gradient.mul_(scale)
             part = nn.Parameter(bucket.master.detach()[start:stop])
             part.grad = gradient.to(part.device)
-            for key, value in self.optimizer.state.get(bucket.master, {}).items():
-                whole = is_elementwise(value, bucket.master)
-                # A step counter is copied: it must not count the pieces of one step.
-                state[part][key] = value[start:stop] if whole else copied(value)
-            # In the first step there is none, though the pieces before this one may have stored theirs.
-            begun = bucket.master in self.optimizer.state
-            for key, stored in self.stored[bucket].items() if begun else ():
-                if stored.filled:
-                    state[part][key] = stored.read(start, stop)
+            if (before := self._numbers(piece)) is not None:
+                flat = self.optimizer.state[bucket.master]
+                tensors = {k: v[start:stop] for k, v in flat.items() if is_elementwise(v, bucket.master)}
+                state[part] = {**before, **tensors}
+                for key, stored in self.stored[bucket].items():
+                    if stored.filled:
+                        state[part][key] = stored.read(start, stop)
             chosen[bucket.group].append(part)
             parts.append(part)
         groups = [{**g, "params": some} for g, some in zip(self.optimizer.param_groups, chosen, strict=True)]
         if not state:
             state.update(self._make(groups).state)  # state that some optimizers make at once
-        for (bucket, start, stop), part in zip(pieces, parts, strict=True):
+        for (bucket, start, stop, _), part in zip(pieces, parts, strict=True):
             elements = [part.detach(), *(v for v in state[part].values() if is_elementwise(v, part))]
             for a, b in frozen[bucket]:
                 low, high = max(a, start) - start, min(b, stop) - start
@@ -210,16 +269,16 @@ class SubGroups:
         if self._layerwise:
             worker.layers = worker.layers.under_names({p: piece.bucket for piece, p in zip(pieces, parts, strict=True)})
         worker.step()
-        for tensor, before in kept:
-            tensor.copy_(before)
-        for (bucket, start, stop), part in zip(pieces, parts, strict=True):
-            rest[bucket] = {}
+        for tensor, values in kept:
+            tensor.copy_(values)
+        for (bucket, start, stop, parameter), part in zip(pieces, parts, strict=True):
+            own = numbers[bucket, parameter] = {}
             for key, value in worker.state[part].items():
                 known = key in self.state_of[bucket] or key in self.stored[bucket]
-                if is_elementwise(value, part) and (known or part.numel() > 1):
+                if is_elementwise(value, part) and (known or part.numel() != 1):
                     self.keep(bucket, key, value, start)
                 else:
-                    rest[bucket][key] = value
+                    own[key] = value
             bucket.update(start, stop)
 
     def keep(self, bucket: Bucket, key: str, value: Tensor, start: int = 0) -> None:
@@ -250,20 +309,11 @@ class SubGroups:
 
     def _tensors(self, piece: BucketPiece) -> list[Tensor]:
         """Return the tensors that the update of a piece reads or writes."""
-        bucket, start, stop = piece
+        bucket, start, stop, _ = piece
         assert bucket.master is not None
         flat = [bucket.owned_gradient, bucket.master.detach(), bucket.shard, *self.state_of[bucket].values()]
         packed = [tensor for stored in self.stored[bucket].values() for tensor in stored.tensors()]
         return [*(tensor[start:stop] for tensor in flat), *packed]
-
-
-def worker_of(optimizer: torch.optim.Optimizer, groups: Groups, state: Any) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer over other parameters, without its step hooks and its step counter."""
-    worker: torch.optim.Optimizer = object.__new__(type(optimizer))
-    vars(worker).update({key: value for key, value in vars(optimizer).items() if key != "step"})
-    worker._optimizer_step_pre_hooks, worker._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    worker.param_groups, worker.state = groups, state
-    return worker
 
 
 def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -274,25 +324,3 @@ def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if "fused" in group and group["fused"] is None and not chosen and not complex_numbers:
             group["fused"] = True
     return optimizer
-
-
-def in_training(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Switch an optimizer to its train mode, if it has modes, as schedule-free ones do; return it."""
-    if callable(train := getattr(optimizer, "train", None)):
-        train()
-    return optimizer
-
-
-def is_elementwise(value: Any, master: Tensor) -> bool:
-    """Return True if a state value has one number for each element of a stepped tensor."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == master.shape
-
-
-def is_number(value: Any, master: Tensor) -> bool:
-    """Return True if a state value is one number for the whole stepped tensor, such as a count of steps."""
-    return not isinstance(value, Tensor) or (value.numel() == 1 and not is_elementwise(value, master))
-
-
-def copied(value: Any) -> Any:
-    """Return a copy of a number of an optimizer's state."""
-    return value.clone() if isinstance(value, Tensor) else value

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from ..grid.layout import FlatRange, set_layout
 from .bucket import Bucket
 from .managed import ManagedParameter
+from .optimizer_state import is_elementwise, is_number
 from .protocols import MakeOptimizer
 from .range_stepper import RangeStepper, elementwise_target
 from .shard_ranges import DtypeOf, KeyedRanges, ShardRanges
-from .sub_groups import is_elementwise, is_number
 
 
 class MasterView(NamedTuple):

@@ -19,8 +19,8 @@ from ...checkpoint.snapshot import BUFFERS, OPTIMIZER, RANDOM, WEIGHTS, Snapshot
 from ...grid import Grid, layout_of
 from ...grid.agreement.agreement import agreed
 from ...zero.optimizer_entries import NOT_SAVED, load_own_entries
+from ...zero.optimizer_state import copied
 from ...zero.state_shards import StateShards
-from ...zero.sub_groups import copied
 from ..optim.closed_form import ClosedFormSchedule
 from ..optim.schedulers import follow
 from . import residuals

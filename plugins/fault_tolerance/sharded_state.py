@@ -24,8 +24,8 @@ from ...base.json_values import decode, encode
 from ...base.threads import BackgroundCall
 from ...zero.bucket import Bucket
 from ...zero.data_axis import ZeroDataAxis
+from ...zero.optimizer_state import is_elementwise, is_number
 from ...zero.state_shards import state_number
-from ...zero.sub_groups import is_elementwise, is_number
 from .peer_state import packed, receive_state, send_state
 from .replica_group import ReplicaGroup
 from .shard_cut import ShardCut, Span

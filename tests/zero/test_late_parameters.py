@@ -25,10 +25,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "RMSprop": DECAY,
     "Adadelta": DECAY,
 }
-PLACES: list[dict[str, Any]] = [{"stage": stage, "stage3_param_persistence_threshold": 0} for stage in range(4)]
-# Here a bucket has one count, and sub-groups end within parameters: for optimizers that count no steps.
-OFFLOADED: dict[str, Any] = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 10}
-WITHOUT_COUNT = ("SGD with plain momentum", "RMSprop", "Adadelta")
+PLACES: list[dict[str, Any]] = [
+    *({"stage": stage, "stage3_param_persistence_threshold": 0} for stage in range(4)),
+    {"stage": 2, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 10},  # which end within parameters
+]
 
 
 class Thawing(nn.Module):
@@ -89,8 +89,7 @@ def engine_of(grid: Grid, place: dict[str, Any], name: str, size: int) -> triax.
 
 
 def every_place(name: str, folder: Path | None) -> list[dict[str, Tensor]]:
-    places = [*PLACES, *([OFFLOADED] if name in WITHOUT_COUNT else [])]
-    return [trained(place, name, folder and folder / str(number)) for number, place in enumerate(places)]
+    return [trained(place, name, folder and folder / str(number)) for number, place in enumerate(PLACES)]
 
 
 def trained(place: dict[str, Any], name: str, folder: Path | None) -> dict[str, Tensor]:

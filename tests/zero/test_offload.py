@@ -275,17 +275,17 @@ class _Range:
 def test_sub_groups_cut_and_put_together(size: int) -> None:
     buckets: Any = [_Range(n) for n in (5, 0, 1, 13)]
     groups = list(sub_groups(buckets, size))
-    assert all(sum(stop - start for _, start, stop in pieces) == size for pieces in groups[:-1])
-    elements = [(id(bucket), i) for pieces in groups for bucket, start, stop in pieces for i in range(start, stop)]
+    assert all(sum(piece.stop - piece.start for piece in pieces) == size for pieces in groups[:-1])
+    elements = [(id(p.bucket), i) for pieces in groups for p in pieces for i in range(p.start, p.stop)]
     assert elements == [(id(bucket), i) for bucket in buckets for i in range(bucket.owned[1] - bucket.owned[0])]
 
 
 @pytest.mark.parametrize(("size", "pieces"), [(1, 64), (100, 64), (128, 128), (1000, 960)])
 def test_sub_groups_of_stored_state_are_whole_blocks(size: int, pieces: int) -> None:
     buckets: Any = [_Range(640, state="int8"), _Range(320)]
-    groups = [sum(stop - start for _, start, stop in group) for group in sub_groups(buckets, size)]
+    groups = [sum(piece.stop - piece.start for piece in group) for group in sub_groups(buckets, size)]
     assert groups[0] == pieces and sum(groups) == 960
-    assert all(start % 64 == 0 for group in sub_groups(buckets, size) for _, start, _ in group)
+    assert all(piece.start % 64 == 0 for group in sub_groups(buckets, size) for piece in group)
 
 
 def test_a_tied_bucket_is_cut_equally_on_each_of_its_stages() -> None:
@@ -295,7 +295,7 @@ def test_a_tied_bucket_is_cut_equally_on_each_of_its_stages() -> None:
         tied: Any = _Range(10, tie=0)
         buckets: Any = [*map(_Range, others), tied, _Range(2)]
         return [
-            [(start, stop) for _, start, stop in pieces] for pieces in sub_groups(buckets, 4) if pieces[0][0] is tied
+            [(piece.start, piece.stop) for piece in pieces] for pieces in sub_groups(buckets, 4) if pieces[0][0] is tied
         ]
 
     assert cuts() == cuts(1) == cuts(3, 4) == [[(0, 4)], [(4, 8)], [(8, 10)]]

@@ -255,3 +255,43 @@ def test_other_optimizers_step_coded_state_as_one_process(ranks: Any, name: str)
     for rank in ranks(4, branches_weights, cells, name):
         for weights in rank:
             torch.testing.assert_close(weights, alone, rtol=1e-5, atol=1e-6)
+
+
+class Thawing(nn.Module):
+    """Two layers, of which the first is frozen at first, and the second has no gradient in each second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second, self.last = (nn.Linear(80, 80, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Tensor, second: bool) -> Tensor:
+        x = torch.tanh(self.first(x))
+        y: Tensor = self.last(x + self.second(x) if second else x)
+        return y
+
+
+def thawed(kind: Any, zeros: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    found = []
+    for zero in zeros:
+        grid = Grid(timeout=60)
+        optimizer = triax.Optimizer("AdamW", lr=1e-2, state=kind)
+        engine = triax.Engine(Thawing(), grid=grid, optimizer=optimizer, batch=8, zero=zero)
+        for step in range(6):
+            engine.module.first.requires_grad_(step >= 2)
+            x = torch.randn(8, 80, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            engine.backward(engine(x.chunk(grid.data.size)[grid.data.rank], step % 2 == 0).square().mean())
+            engine.step()
+        found.append(engine.gather())
+    return found
+
+
+def test_late_parameters_have_codes_and_counts_of_their_own(ranks: Any) -> None:
+    """Each layer is as if it had a bucket, and so a step count, of its own."""
+    [apart] = thawed("int8", [{"stage": 1, "bucket_size": 1}])
+    [full] = thawed(None, [{"stage": 1, "bucket_size": 1}])
+    for name, weight in apart.items():
+        assert torch.linalg.vector_norm(weight - full[name]) < 0.02 * torch.linalg.vector_norm(full[name]), name
+    for rank in ranks(2, thawed, "int8", [{"stage": 2}, {"stage": 3, "sub_group_size": 640}]):
+        for weights in rank:
+            torch.testing.assert_close(weights, apart, rtol=1e-10, atol=1e-12)
