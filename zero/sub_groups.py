@@ -170,6 +170,7 @@ class SubGroups:
             for piece in pieces:
                 piece.bucket.memory.evict(*self._tensors(piece))
         for (bucket, parameter), values in numbers.items():
+            assert bucket.master is not None
             flat = self.optimizer.state[bucket.master]
             flat.update(self.state_of[bucket])
             if parameter is None:

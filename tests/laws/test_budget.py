@@ -25,7 +25,7 @@ BUDGET = {
     "models": 7651,
     "pipe": 7612,
     "compat": 7047,
-    "zero": 5869,
+    "zero": 5870,
     "grid": 4830,
     "train": 4325,
     "cli": 3446,
