@@ -69,7 +69,7 @@ def test_gather_is_the_inverse_of_shard(ranks: Any, size: int) -> None:
         assert torch.equal(total, (x + 1) * (size if partial else 1)), cases[0][:3]
 
 
-def test_one_rank_copies_nothing() -> None:
+def test_shard_and_gather_on_one_rank_copy_nothing() -> None:
     axis = Grid().data
     x = torch.ones(2, 3)
     assert shard(x, axis) is x
