@@ -150,7 +150,7 @@ def test_planned_activations_are_the_bytes_that_ranks_hold(ranks: Any, cases: li
                     assert counted["activations"] == planned.activations, (each, pipe)
 
 
-def test_activations_are_those_of_korthikantis_tables() -> None:
+def test_planned_activations_equal_korthikantis_tables() -> None:
     """Korthikanti et al. 2022: table 2, the 22B to 1T models of table 3, and the first rank of section 4.2.3.
 
     Beside the paper's bytes, blocks keep the norms' means and deviations: 16 bytes a token.
@@ -240,8 +240,8 @@ _SCHEDULES = [
 
 @pytest.mark.parametrize(("schedule", "chunks"), _SCHEDULES)
 @pytest.mark.parametrize("pipe", [1, 2, 3, 4])
-def test_microbatches_in_flight_are_the_schedules(schedule: str, chunks: int, pipe: int) -> None:
-    """Also of steps of many microbatches, of which only the first are looked at."""
+def test_microbatches_in_flight_equal_the_peak_of_the_schedule(schedule: str, chunks: int, pipe: int) -> None:
+    """In steps of many microbatches too, of which the formula looks at the first ones only."""
     for microbatches in (1, 2, 3, 5, 8, 13, 16, 29, 40):
         if microbatches < RECIPES[schedule].least(pipe):
             continue
@@ -250,7 +250,7 @@ def test_microbatches_in_flight_are_the_schedules(schedule: str, chunks: int, pi
         assert [max(map(sum, counts)) / chunks for counts in found] == list(peak_activations(made)), microbatches
 
 
-def test_interleaved_microbatches_in_flight_are_the_schedules() -> None:
+def test_interleaved_microbatches_in_flight_equal_the_schedules_peak() -> None:
     """The largest sum over stages, each with bytes of its own, of the formula and of the schedule's passes."""
     draw = random.Random(0)
     for pipe, chunks, groups in product((1, 2, 3, 5), (2, 3, 5), (1, 2, 3, 6)):
@@ -261,7 +261,7 @@ def test_interleaved_microbatches_in_flight_are_the_schedules() -> None:
             assert most == pytest.approx(exact, rel=1e-12), (pipe, chunks, groups)
 
 
-def test_interleaved_stages_hold_what_the_paper_says() -> None:
+def test_interleaved_stages_hold_the_microbatches_of_the_paper() -> None:
     """Narayanan et al. 2021, and Korthikanti et al. 2022, section 4.2.3: 1 + (p - 1) / (p v) times those of 1F1B."""
     (first, *_) = in_flight("interleaved", 8, 3, 64)
     assert max(map(sum, first)) / 3 == 8 * (1 + 7 / (8 * 3))
