@@ -138,7 +138,7 @@ def test_bubble_paper_counts_from_a_ranks_first_op_to_its_last(name: str, bubble
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
-def test_bubble_of_ideal_is_narayanans(name: str, chunks: int) -> None:
+def test_bubble_of_ideal_equals_narayanans_formula(name: str, chunks: int) -> None:
     """Narayanan et al. 2021: (p - 1) / m, and of interleaved stages divided by their number on a rank."""
     times = simulate(make_schedule(name, pipe=4, microbatches=8, chunks=chunks)).timeline
     assert times.bubble_of_ideal == pytest.approx(3 / 8 / chunks)
@@ -161,7 +161,7 @@ def test_critical_adds_the_path_to_the_json_and_the_plot(tmp_path: Path) -> None
     assert "critical path" in plot.read_text()
 
 
-def test_the_command_shows_a_written_schedule_as_its_maker(tmp_path: Path) -> None:
+def test_triax_schedule_prints_a_written_schedule_as_the_original(tmp_path: Path) -> None:
     csv = tmp_path / "s.csv"
     _, made = run_triax("schedule", "1f1b", "--pipe", "2", "--write", str(csv))
     assert "bubble / ideal time 25.00% (Narayanan 2021)" in made

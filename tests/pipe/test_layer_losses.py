@@ -161,7 +161,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("axes", "schedule", "stage", "interval", "labels"), CASES)
-def test_losses_of_layers_are_those_of_one_process(
+def test_losses_of_layers_train_as_on_one_process(
     ranks: Any, axes: dict[str, int], schedule: str, stage: int, interval: int, labels: str
 ) -> None:
     small = "context" not in axes  # a mean of a part of a sequence is refused
