@@ -33,7 +33,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @given(st.integers(0, 200), st.integers(1, 17))
-def test_split_shares_out_everything_evenly(length: int, parts: int) -> None:
+def test_split_divides_a_length_evenly(length: int, parts: int) -> None:
     ranges = [split(length, parts, i) for i in range(parts)]
     assert ranges[0][0] == 0 and ranges[-1][1] == length
     assert all(a[1] == b[0] for a, b in pairwise(ranges))
@@ -69,7 +69,7 @@ def test_fused_parts_are_sharded_each_on_its_own() -> None:
     assert qkv.boxes(1, 3)[1] == Box((slice(7, 8), slice(0, 2)), (slice(2, 3), slice(0, 2)))
 
 
-def test_units_are_not_cut() -> None:
+def test_sharding_does_not_cut_units() -> None:
     heads = Layout((18, 2), shard_dim=0, unit=3)  # 6 heads of 3 rows over 4 ranks
     rows = torch.arange(18)[:, None].expand(18, 2)
     assert [heads.shard(rows, rank, 4)[::3, 0].tolist() for rank in range(4)] == [[0], [3, 6], [9], [12, 15]]
@@ -88,7 +88,7 @@ def test_each_box_is_whole_units(layout: Layout, size: int) -> None:
                 assert span.start % layout.unit == span.stop % layout.unit == 0
 
 
-def test_one_box_is_a_view_and_a_replicated_parameter_is_itself() -> None:
+def test_a_shard_of_one_box_is_a_view_of_the_whole_tensor() -> None:
     whole = torch.zeros(4, 4)
     assert Layout((4, 4), shard_dim=1).shard(whole, 1, 2)._base is whole
     assert Layout((4, 4)).shard(whole, 1, 2) is whole
@@ -103,7 +103,7 @@ def test_a_parameter_carries_its_layout() -> None:
     assert parameter.layout == torch.strided  # torch's own attribute of that name is not touched
 
 
-def test_the_layout_stays_through_what_models_go_through() -> None:
+def test_a_layout_survives_casts_and_pickling() -> None:
     layer: nn.Linear = nn.Linear(3, 2)
     layout = Layout((4, 3), shard_dim=0)
     set_layout(layer.get_parameter("weight"), layout)
@@ -128,7 +128,7 @@ def test_the_layout_stays_through_what_models_go_through() -> None:
         ),
     ],
 )
-def test_layouts_that_cannot_be_are_refused(wrong: object, message: str) -> None:
+def test_invalid_layouts_are_refused(wrong: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrong()  # type: ignore[operator]
 

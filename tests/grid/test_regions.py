@@ -108,7 +108,7 @@ def forward_on_rank() -> dict[Any, Tensor]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_each_forward_is_what_its_name_says(ranks: Any, size: int) -> None:
+def test_each_border_function_computes_what_its_name_says(ranks: Any, size: int) -> None:
     found = ranks(size, forward_on_rank)
     for name, shape, dim, unit in found[0]:
         whole = numbers(shape, 1)
@@ -146,11 +146,11 @@ def twice_on_rank() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_they_differentiate_twice_and_more(ranks: Any, size: int) -> None:
+def test_border_functions_differentiate_twice_and_more(ranks: Any, size: int) -> None:
     ranks(size, twice_on_rank)
 
 
-def test_at_size_1_each_is_its_input_itself() -> None:
+def test_border_functions_on_one_rank_return_their_input() -> None:
     x = torch.randn(2, 3, requires_grad=True)
     for name in KINDS:
         assert getattr(regions, name)(x, Grid().tensor) is x
@@ -181,7 +181,7 @@ def loss_over_replicas(name: str) -> list[Tensor] | str:
     return [engine.gather("gradients")["weight"], plain.grad]
 
 
-def test_borders_on_the_data_axis_are_right_or_refused(ranks: Any) -> None:
+def test_border_functions_on_the_data_axis_are_exact_or_refused(ranks: Any) -> None:
     for name in ("gather/reduce_scatter", "sum"):
         for found, wanted in ranks(2, loss_over_replicas, name):
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)

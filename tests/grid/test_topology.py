@@ -52,7 +52,7 @@ def test_the_default_order_puts_tensor_neighbours_beside_each_other() -> None:
     assert topology.ranks() == list(range(8))
 
 
-def test_axes_of_other_names_and_axes_left_out() -> None:
+def test_a_topology_takes_other_axis_names_and_missing_axes() -> None:
     assert Topology(host=2, gpu=4).names == ("host", "gpu")
     assert Topology(tensor=2).shape == (2, 1, 1)  # what was named comes first, the rest has size 1
     assert Topology().world_size == 1
@@ -94,7 +94,7 @@ def test_topology_errors_state_the_numbers(wrong: object, message: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["grid.topology", "grid.environment", "models.config"])
-def test_it_works_where_torch_is_not_installed(name: str) -> None:
+def test_topology_and_configurations_import_without_torch(name: str) -> None:
     import triax.grid
 
     parent = str(Path(triax.grid.__file__).parents[2])
@@ -163,7 +163,7 @@ def test_the_variables_of_open_mpi_are_read() -> None:
         ("", "127.0.0.1"),
     ],
 )
-def test_slurm_and_its_node_lists(nodes: str, first: str) -> None:
+def test_slurm_variables_and_node_lists_are_read(nodes: str, first: str) -> None:
     slurm = {
         "SLURM_PROCID": "2",
         "SLURM_NTASKS": "16",  # of the job
