@@ -120,7 +120,7 @@ def test_default_values_that_trainers_write_are_not_noted() -> None:
     assert notes_of(read_config({"train_batch_size": 4, **autocast})) == []
 
 
-def test_every_key_acts_or_says_why_not() -> None:
+def test_every_refused_key_says_what_to_write() -> None:
     """Every key has a description; a refused key says what to write, and its default value is accepted."""
     statuses: dict[str, int] = {}
     for key, field in keys():

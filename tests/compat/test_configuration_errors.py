@@ -62,7 +62,7 @@ def test_texts_that_are_no_json_object_are_refused(text: str | bytes, words: str
         ({"scheduler": {"type": "StepLR", "params": {"step_size": -3}}}, "scheduler.params.step_size = -3"),
     ],
 )
-def test_values_that_cannot_be_right_are_refused(given: dict[str, Any], message: str) -> None:
+def test_impossible_configuration_values_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_config({"train_batch_size": 4, **given})
     assert message in str(error.value)

@@ -81,7 +81,7 @@ def trained(cells: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, dict[str
     return results
 
 
-def test_a_model_is_sharded_by_the_configuration_alone(ranks: Any) -> None:
+def test_models_sharded_by_the_configuration_train_as_torch(ranks: Any) -> None:
     cells: list[tuple[str, dict[str, Any]]] = [
         ("llama", {"autotp_size": 2}),
         ("llama", {"autotp_size": 2, "preset_model": "llama"}),

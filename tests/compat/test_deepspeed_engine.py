@@ -244,7 +244,7 @@ class Counting(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_state_of_one_element_is_saved_and_of_others_in_stage_0(stage: int, tmp_path: Path) -> None:
+def test_optimizer_state_of_other_shapes_needs_stage_0(stage: int, tmp_path: Path) -> None:
     def trained(rows: bool = False) -> Any:
         model, settings = net(), {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
         engine, *_ = deepspeed.initialize(

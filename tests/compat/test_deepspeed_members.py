@@ -258,7 +258,7 @@ def test_training_is_equal_after_states_move_to_host_memory(ranks: Any) -> None:
     ranks(2, swapped, [(2, True), (3, False), (3, True)])
 
 
-def test_two_configurations_are_refused() -> None:
+def test_initialize_refuses_two_configurations_or_none() -> None:
     args = type("Args", (), {"deepspeed_config": "a.json"})()
     for kind in (AssertionError, ValueError, deepspeed.DeepSpeedConfigError):
         with pytest.raises(kind, match=r"args\.deepspeed_config='a\.json' and config=: leave one out"):
@@ -359,11 +359,11 @@ def mesh_of_the_configuration() -> tuple[int, int]:
     return engine.dp_world_size, dist.get_world_size(engine.seq_parallel_group)
 
 
-def test_the_configuration_chooses_the_axes(ranks: Any) -> None:
+def test_the_deepspeed_configuration_chooses_the_grid_axes(ranks: Any) -> None:
     assert ranks(2, mesh_of_the_configuration) == [(1, 2)] * 2
 
 
-def test_the_configuration_chooses_the_stages(ranks: Any) -> None:
+def test_the_deepspeed_configuration_chooses_the_stages(ranks: Any) -> None:
     found = ranks(2, from_the_configuration, True)
     assert found[0] == found[1] and found[0][0] == 2
     assert ranks(2, from_the_configuration, False)[0][0] == 2

@@ -130,7 +130,7 @@ def test_padding_tokens_get_the_residual_expert_only() -> None:
 
 
 @pytest.mark.parametrize("options", [{"drop_tokens": False}, {}, {"use_residual": True}])
-def test_sequences_without_tokens_add_nothing(options: dict[str, Any]) -> None:
+def test_moe_inputs_without_tokens_add_nothing(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     layer = MoE(D, nn.Linear(D, D), E, min_capacity=9, **options).double()
     x = torch.randn(1, 4, D, dtype=torch.float64)

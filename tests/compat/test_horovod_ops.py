@@ -383,7 +383,7 @@ def again() -> float:
     return total
 
 
-def test_init_works_again_after_shutdown(ranks: Any) -> None:
+def test_hvd_init_works_again_after_shutdown(ranks: Any) -> None:
     assert ranks(2, again, init_group=False) == [4.0, 4.0]
 
 

@@ -182,7 +182,7 @@ def overlapped() -> list[str]:
         return calls
 
 
-def test_the_reduction_overlaps_the_backward_pass(ranks: Any) -> None:
+def test_horovod_averaging_overlaps_the_backward_pass(ranks: Any) -> None:
     for calls in ranks(2, overlapped):
         first, last = " ".join(calls).split(" step")[0].split("pass")[1:]
         assert first.count("reduce") == 0 and last.count("reduce") == 3

@@ -248,7 +248,7 @@ FAULTS = {
 }
 
 
-def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_trainer_resumes_from_the_newest_whole_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def trainer() -> Any:
         return trainer_of("gpt2", str(tmp_path / "run"), 1, {}, max_steps=4, save_steps=2, eval_strategy="no")
 

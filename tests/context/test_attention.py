@@ -325,7 +325,7 @@ def test_attention_errors_on_several_ranks_say_what_to_give(ranks: Any) -> None:
     [{}, {"documents": torch.zeros(2, 32, dtype=torch.int64)}, {"window": 32}],
     ids=["plain", "one document", "whole window"],
 )
-def test_attention_on_one_rank_is_bitwise_torchs(options: dict[str, Any]) -> None:
+def test_attention_on_one_rank_equals_torch_bitwise(options: dict[str, Any]) -> None:
     (q, k, v, _), _ = tensors(Case())
     assert q.shape[2] == 32
     torchs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

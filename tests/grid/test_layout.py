@@ -61,7 +61,7 @@ def test_the_boxes_of_all_ranks_hold_each_element_once(layout: Layout, size: int
     assert bool((seen == (1 if layout.sharded else size)).all())
 
 
-def test_fused_parts_are_sharded_each_on_its_own() -> None:
+def test_each_part_of_a_fused_weight_is_sharded_separately() -> None:
     qkv = Layout((12, 2), shard_dim=0, parts=(6, 3, 3))
     rows = torch.arange(12)[:, None].expand(12, 2)
     assert qkv.shard(rows, 0, 3)[:, 0].tolist() == [0, 1, 6, 9]
@@ -80,7 +80,7 @@ def test_sharding_does_not_cut_units() -> None:
 
 
 @given(layouts(), st.integers(1, 5))
-def test_each_box_is_whole_units(layout: Layout, size: int) -> None:
+def test_boxes_of_a_shard_hold_whole_units(layout: Layout, size: int) -> None:
     for rank in range(size):
         for box in layout.boxes(rank, size) if layout.shard_dim is not None else []:
             assert layout.shard_dim is not None
@@ -134,7 +134,7 @@ def test_invalid_layouts_are_refused(wrong: object, message: str) -> None:
 
 
 @pytest.mark.parametrize(("tensors", "experts"), [(1, 2), (2, 1), (2, 2), (3, 4)])
-def test_shards_over_two_axes_make_the_whole_again(tensors: int, experts: int) -> None:
+def test_shards_over_two_axes_assemble_to_the_whole_tensor(tensors: int, experts: int) -> None:
     whole = torch.arange(4 * 6 * 5).view(4, 6, 5)
     for layout in (
         Layout((4, 6, 5), expert_dim=0),

@@ -49,7 +49,7 @@ def test_derive_is_pinned_and_tells_keys_apart() -> None:
     assert all(0 <= derive(i) < 2**63 for i in range(100))
 
 
-def test_seeded_leaves_the_generator_as_it_was() -> None:
+def test_seeded_restores_the_generator_and_repeats_its_draws() -> None:
     torch.manual_seed(5)
     expected = torch.rand(2)
     torch.manual_seed(5)

@@ -32,7 +32,7 @@ def test_ranks_are_numbered_as_a_row_major_array(topology: Topology) -> None:
 
 
 @given(topologies, st.sets(st.sampled_from(["pipe", "data", "tensor"]), min_size=1))
-def test_groups_differ_in_their_axes_only_and_share_out_all_ranks(topology: Topology, axes: set[str]) -> None:
+def test_groups_hold_every_rank_once_and_vary_their_axes_only(topology: Topology, axes: set[str]) -> None:
     groups = topology.groups(*axes)
     assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
     for group in groups:
@@ -42,7 +42,7 @@ def test_groups_differ_in_their_axes_only_and_share_out_all_ranks(topology: Topo
             assert len({getattr(topology.coordinate(rank), axis) for rank in group}) == 1
 
 
-def test_the_default_order_puts_tensor_neighbours_beside_each_other() -> None:
+def test_the_default_order_numbers_tensor_ranks_consecutively() -> None:
     topology = Topology(pipe=2, data=2, tensor=2)
     assert topology.groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert topology.groups("data") == [[0, 2], [1, 3], [4, 6], [5, 7]]

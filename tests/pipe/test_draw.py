@@ -75,7 +75,9 @@ def test_a_narrow_text_picture_has_letters_above_numbers() -> None:
 
 @pytest.mark.parametrize(("name", "pipe", "microbatches"), [("1f1b", 4, 8), ("gpipe", 4, 4), ("zb-v", 4, 8)])
 @pytest.mark.parametrize("width", [60, 72, 120, None])
-def test_text_without_color_shows_the_bubble(name: str, pipe: int, microbatches: int, width: int | None) -> None:
+def test_a_text_picture_without_color_shows_the_bubble(
+    name: str, pipe: int, microbatches: int, width: int | None
+) -> None:
     """Ops of equal cost are equally wide, and all other columns of a rank are dots."""
     times = timeline_of(make_schedule(name, pipe, microbatches))
     rows = [line[7:] for line in plain(text(times, width)) if line.startswith("rank")]
@@ -120,7 +122,7 @@ def test_a_text_picture_is_equal_in_any_unit_of_time() -> None:
         assert re.findall("[FIW]", row[7:].upper()) == [op.kind for op in schedule.orders[rank]]
 
 
-def test_text_of_an_empty_timeline_says_so() -> None:
+def test_a_text_picture_of_an_empty_timeline_says_so() -> None:
     assert plain(text(Timeline(((),)))) == ["no op runs"]
 
 
@@ -151,7 +153,7 @@ def test_large_and_partly_empty_pictures_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "large.png").stat().st_size > 20_000 and (tmp_path / "one.png").exists()
 
 
-def test_the_trace_holds_every_op_once() -> None:
+def test_a_chrome_trace_holds_every_op_once() -> None:
     times = timeline_of(make_schedule("zb-h1", 3, 4))
     events = chrome_trace(times, scale=1000)["traceEvents"]
     ops = [event for event in events if event["ph"] == "X"]

@@ -193,7 +193,7 @@ def plain_module_steps() -> list[tuple[dict[str, float], dict[str, Tensor]]]:
 
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_plain_module_takes_named_terms(ranks: Any, stage: int, pairs: bool) -> None:
+def test_a_plain_module_with_named_terms_trains_as_torch(ranks: Any, stage: int, pairs: bool) -> None:
     for found in ranks(2, module_steps, stage, pairs):
         for (metrics, gradients), (values, own) in zip(found, plain_module_steps(), strict=True):
             assert metrics == pytest.approx(values, rel=1e-10) and list(metrics) == list(values)
@@ -369,7 +369,7 @@ class Rare:
         return {"rare": (labels < 2).sum()}
 
 
-def test_a_term_may_be_absent_and_an_evaluation_have_more_metrics() -> None:
+def test_a_loss_term_may_be_absent_and_evaluation_adds_metrics() -> None:
     grid = Grid()
     (ids, labels), *_ = batches()
     empty = [not (each < 2).any() for each in labels]

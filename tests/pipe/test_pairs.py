@@ -274,7 +274,7 @@ def test_a_pair_includes_the_first_gather_of_its_stage() -> None:
     assert [span.end - span.start for span in row] == [5, 5, 2, 2]
 
 
-def test_a_cell_of_a_schedules_file_is_one_op_or_a_pair() -> None:
+def test_schedule_files_with_wrong_cells_or_sizes_are_refused() -> None:
     text = make_schedule("1f1b", 1, 3).to_json()
     assert "0F0&0F1&0F2 has 3 ops" in error_text(
         lambda: Schedule.from_json(text.replace('"0F0", ', '"0F0&0F1&0F2", ')), ValueError

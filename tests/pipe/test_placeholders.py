@@ -213,7 +213,7 @@ def peak(stage: int, device: str | None) -> float:
         return growth.measure()[0] / (LAYER * LAYER * 4)
 
 
-def test_no_rank_holds_more_than_its_shard_and_a_layer(ranks: Any) -> None:
+def test_meta_device_models_hold_at_most_a_shard_and_a_layer(ranks: Any) -> None:
     """Resident memory, measured in layers of 24: half of them is a rank's share in stage 3.
 
     Less a few pages: what the small model before left free. In a process that ran other tests, small objects lie
@@ -271,6 +271,6 @@ def test_a_model_4_times_what_a_rank_may_hold_trains_in_stage_3(ranks: Any) -> N
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
-def test_a_model_4_times_too_large_fails_below_stage_3(ranks: Any, stage: int) -> None:
+def test_a_model_4_times_the_limit_fails_below_stage_3(ranks: Any, stage: int) -> None:
     """Stage 2 holds less than stage 0, and all the same too much."""
     assert any("memory" in said for said in ranks(8, losses_with_limited_memory, stage))

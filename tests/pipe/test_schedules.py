@@ -194,7 +194,7 @@ def test_schedules_are_no_slower_than_their_papers_generators(size: tuple[str, i
 
 @pytest.mark.parametrize("pipe", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("waves", [1, 2, 3])
-def test_waves_idle_no_longer_than_published(pipe: int, waves: int) -> None:
+def test_wave_schedules_idle_no_longer_than_published(pipe: int, waves: int) -> None:
     """Liu 2023, Hanayo: of p microbatches."""
     bubble = simulate(make_schedule("wave", pipe, pipe, 2 * waves)).bubble
     assert bubble < (2 * pipe - 2) / (3 * pipe * waves + pipe - 1)
@@ -577,7 +577,7 @@ def test_triax_schedule_errors_say_what_to_type(words: list[str], message: str) 
     assert code == 2 and message in output
 
 
-def test_a_deeply_nested_file_is_no_schedule(tmp_path: Path) -> None:
+def test_triax_schedule_refuses_a_deeply_nested_file(tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
     code, output = run(str(tmp_path / "deep.json"))
     assert code == 2 and "nested too deeply" in output

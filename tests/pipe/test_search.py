@@ -152,7 +152,7 @@ def test_a_tuned_schedule_keeps_its_name_and_memory(name: str) -> None:
     assert simulate(tuned, MEASURED).makespan <= simulate(plain, MEASURED).makespan
 
 
-def test_too_little_memory_is_refused() -> None:
+def test_find_schedule_refuses_too_little_memory() -> None:
     with pytest.raises(ValueError, match=r"memory=0\.5 is too little"):
         find_schedule(2, 4, memory=0.5)
     with pytest.raises(ValueError, match="3 limits for 2 ranks"):

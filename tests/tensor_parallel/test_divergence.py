@@ -54,7 +54,7 @@ def sharded(beta: float, temperature: float, k: int | None, scale: float) -> tup
 @pytest.mark.parametrize(("beta", "temperature"), [(0.0, 1.0), (0.3, 2.0), (1.0, 0.7)])
 @pytest.mark.parametrize("k", [None, K])
 @pytest.mark.parametrize("scale", [2.0, 30.0])
-def test_divergences_and_gradients_are_those_of_whole_logits(
+def test_sharded_divergences_equal_those_of_whole_logits(
     ranks: Any, beta: float, temperature: float, k: int | None, scale: float
 ) -> None:
     student = logits(0, scale).requires_grad_()

@@ -66,7 +66,7 @@ def changed_in_place(size: int) -> dict[str, float]:
     return found
 
 
-def test_outputs_of_a_plans_layers_may_change_in_place(ranks: Any) -> None:
+def test_outputs_of_planned_layers_may_change_in_place(ranks: Any) -> None:
     for found in ranks(2, changed_in_place, 2):
         assert max(found.values()) < 1e-10, found
 

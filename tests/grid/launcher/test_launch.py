@@ -77,14 +77,14 @@ def test_a_launch_restores_environment_and_signal_handlers(run: Any) -> None:
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_killed_rank_is_named(run: Any) -> None:
+def test_a_killed_rank_is_named_last(run: Any) -> None:
     code, _, err = run("if grid.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nforever()")
     assert code == 128 + signal.SIGKILL
     assert last_line(err).startswith("rank 1 (pipe 1, data 0, tensor 0) died: SIGKILL")
     assert "Traceback" not in err
 
 
-def test_killed_first_rank_is_named(run: Any) -> None:
+def test_a_killed_first_rank_is_named_last(run: Any) -> None:
     """Rank 0 may hold the store, but its end must not look like a failure of all ranks."""
     code, _, err = run("if grid.rank == 0: os.kill(os.getpid(), signal.SIGSEGV)\nforever()")
     assert code == 128 + signal.SIGSEGV
@@ -118,7 +118,7 @@ HASTY = "import triax.grid.launcher.worker as worker; worker.LINGER = 0.2\n"
 WAITS = "if grid.rank == 0: grid.pipe.all_reduce(x)\n"
 
 
-def test_rank_that_ended_early_is_named(run: Any) -> None:
+def test_a_rank_that_ends_in_order_but_too_early_is_named(run: Any) -> None:
     """A rank with fewer steps than the others ends in order, while they wait for it."""
     code, _, err = run(WAITS)
     assert code == 1

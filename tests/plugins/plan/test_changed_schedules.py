@@ -118,7 +118,7 @@ def costs_of(model: CostModel, layout: ParallelLayout) -> Costs:
     return found[busy.index(max(busy))]
 
 
-def test_hidden_collectives_shorten_a_step_and_do_not_hide_in_stage_3() -> None:
+def test_stp_hides_tensor_collectives_except_in_stage_3() -> None:
     model = CostModel(work(64, 4096))
     stp, plain = (layout_of({"schedule": name, "chunks": 2}, tensor=8) for name in ("stp", "zb-v"))
     hidden, shown = model.step(stp), model.step(plain)

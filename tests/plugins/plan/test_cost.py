@@ -146,7 +146,7 @@ def test_kinds_of_time_add_up_to_the_step() -> None:
         assert math.isclose(step.seconds, sum(step.kinds.values())) and min(step.kinds.values()) >= 0
 
 
-def test_model_flops_are_narayanans_formula_without_recomputation() -> None:
+def test_model_flops_equal_narayanans_formula() -> None:
     b, s, h, layers, v = 64, 2048, 4096, 32, 51200
     paper = 72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
     assert math.isclose(work().model_flops, paper, rel_tol=1e-12)

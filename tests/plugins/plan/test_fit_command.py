@@ -86,7 +86,7 @@ def test_plan_fit_refuses_a_wrong_row_with_its_number(tmp_path: Path, content: s
         read_runs(tmp_path / "rows.csv")
 
 
-def test_measured_machines_and_wrong_files_are_not_fitted(tmp_path: Path) -> None:
+def test_plan_fit_refuses_measured_machines_and_wrong_files(tmp_path: Path) -> None:
     from support.measured_machine import HERE
 
     with pytest.raises(ValueError, match="which a fit would not change"):

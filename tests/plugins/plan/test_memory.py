@@ -109,7 +109,7 @@ _THOROUGH = [
 
 
 @pytest.mark.parametrize("cases", [_QUICK, pytest.param(_THOROUGH, marks=pytest.mark.exhaustive)])
-def test_planned_states_are_the_bytes_that_ranks_hold(ranks: Any, cases: list[dict[str, Any]]) -> None:
+def test_planned_states_equal_the_bytes_that_ranks_hold(ranks: Any, cases: list[dict[str, Any]]) -> None:
     for size in {each["layout"].gpus for each in cases}:
         fitting = [each for each in cases if each["layout"].gpus == size]
         for results in ranks(size, held, fitting):
@@ -138,7 +138,7 @@ _KEPT_THOROUGH = [
 
 
 @pytest.mark.parametrize("cases", [_KEPT_QUICK, pytest.param(_KEPT_THOROUGH, marks=pytest.mark.exhaustive)])
-def test_planned_activations_are_the_bytes_that_ranks_hold(ranks: Any, cases: list[dict[str, Any]]) -> None:
+def test_planned_activations_equal_the_bytes_that_ranks_hold(ranks: Any, cases: list[dict[str, Any]]) -> None:
     for size in {each["layout"].gpus for each in cases}:
         fitting = [each for each in cases if each["layout"].gpus == size]
         for results in ranks(size, held, fitting, activations=True):
@@ -224,7 +224,7 @@ def test_zero_divides_the_states_of_a_70b_model_as_published() -> None:
         assert found.states >= config.parameter_count * bytes_each
 
 
-def test_peak_is_the_memory_of_the_fullest_rank() -> None:
+def test_the_planned_peak_is_the_memory_of_the_fullest_rank() -> None:
     memory, layout = ModelMemory(LlamaConfig.preset("llama3-70b")), ParallelLayout(pipe=4, data=2, tensor=8, zero=1)
     ranks = memory.ranks(layout, batch=64, sequence=8192)
     assert memory.peak(layout, batch=64, sequence=8192) == max(ranks, key=lambda each: each.total)

@@ -174,7 +174,7 @@ def test_page_picture_and_training_file_have_the_same_numbers(tmp_path: Path) ->
     assert again["layouts"] == found["layouts"]
 
 
-def test_the_training_file_of_a_folder_trains_its_weights(tmp_path: Path) -> None:
+def test_a_planned_training_file_loads_the_weights_of_a_folder(tmp_path: Path) -> None:
     folder, written = tmp_path / "model", tmp_path / "run.yaml"
     folder.mkdir()
     fields: dict[str, object] = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "vocab_size": 256}
