@@ -268,9 +268,12 @@ def test_a_plain_module_resumes_on_other_replicas_and_stages(
 ) -> None:
     """Frozen parameters, parameter groups, buffers, tied uses: on another number of replicas, in another stage."""
     saved = str(tmp_path)
-    ranks(a[0], module_run, a[1], kind, "", saved, 0, STEPS, more, timeout=60)
-    found = ranks(b[0], module_run, b[1], kind, saved, "", STEPS, 2 * STEPS, more, timeout=60)[0]
-    wanted = ranks(1, module_run, 0, kind, "", "", 0, 2 * STEPS, {}, timeout=60)[0]
+    (replicas, stage), (other_replicas, other_stage) = a, b
+    ranks(replicas, module_run, stage, kind, source="", target=saved, first=0, last=STEPS, more=more, timeout=60)
+    half: dict[str, Any] = {"source": saved, "target": "", "first": STEPS, "last": 2 * STEPS, "more": more}
+    found = ranks(other_replicas, module_run, other_stage, kind, **half, timeout=60)[0]
+    whole: dict[str, Any] = {"source": "", "target": "", "first": 0, "last": 2 * STEPS, "more": {}}
+    wanted = ranks(1, module_run, 0, kind, **whole, timeout=60)[0]
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-10, msg=name)
@@ -298,9 +301,9 @@ def train_sharded_module(folder: str, tensor: int, first: int, last: int) -> dic
 
 
 def test_a_sharded_module_resumes_with_another_tensor_size(ranks: Any, tmp_path: Path) -> None:
-    ranks(2, train_sharded_module, str(tmp_path), 2, 0, 2, timeout=60)
-    found = ranks(2, train_sharded_module, str(tmp_path), 1, 2, 4, timeout=60)[0]
-    wanted = ranks(1, train_sharded_module, str(tmp_path / "other"), 1, 0, 4, timeout=60)[0]
+    ranks(2, train_sharded_module, str(tmp_path), tensor=2, first=0, last=2, timeout=60)
+    found = ranks(2, train_sharded_module, str(tmp_path), tensor=1, first=2, last=4, timeout=60)[0]
+    wanted = ranks(1, train_sharded_module, str(tmp_path / "other"), tensor=1, first=0, last=4, timeout=60)[0]
     for name, weight in wanted.items():
         torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-10, msg=name)
 

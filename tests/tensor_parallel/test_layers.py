@@ -336,7 +336,7 @@ def gathered_on_rank(size: int, vocab: int) -> tuple[Tensor, list[int]]:
 
 
 @pytest.mark.parametrize(("size", "vocab"), [(2, 257), (4, 257), (4, 5), (4, 4), (3, 50)])
-def test_embeddings_shard_any_vocabulary_size_without_padding(ranks: Any, size: int, vocab: int) -> None:
+def test_output_heads_shard_any_vocabulary_size_without_padding(ranks: Any, size: int, vocab: int) -> None:
     ((expected, _),) = ranks(1, gathered_on_rank, 1, vocab)
     found = ranks(size, gathered_on_rank, size, vocab)
     for rank, (logits, shape) in enumerate(found):
