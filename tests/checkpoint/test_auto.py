@@ -35,7 +35,7 @@ STEPS = 6  # under fp16 the first five overflow
 # ------------------------------------------------------------------------------------------ asynchronous saves
 
 
-def behind(folder: str, cell: Cell, job: Job) -> bool:
+def save_asynchronously(folder: str, cell: Cell, job: Job) -> bool:
     engine = make(cell, job, folder, checkpoint={"async": True})
     same = True
     for step in range(4):
@@ -50,15 +50,15 @@ def behind(folder: str, cell: Cell, job: Job) -> bool:
 
 
 @pytest.mark.parametrize("cell", [Cell((1, 2, 1), stage=2), Cell((2, 1, 1), "zb-v", 2, 3)])
-def test_what_is_written_behind_is_what_was_there(ranks: Any, tmp_path: Path, cell: Cell) -> None:
+def test_asynchronous_saves_hold_the_state_at_the_call(ranks: Any, tmp_path: Path, cell: Cell) -> None:
     """Each asynchronous save has the state at its call while training continues; a rank holds one copy."""
-    assert all(ranks(2, behind, str(tmp_path), cell, Job(), timeout=90))
+    assert all(ranks(2, save_asynchronously, str(tmp_path), cell, Job(), timeout=90))
     for step in range(4):
         one, other = tensors(tmp_path / "behind" / f"{step}"), tensors(tmp_path / "before" / f"{step}")
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def behind_and_failing(folder: str) -> tuple[bool, str | None, float]:
+def fail_asynchronous_save(folder: str) -> tuple[bool, str | None, float]:
     engine = make(Cell((1, 2, 1), stage=1), Job(), checkpoint={"async": True})
     engine.train_batch()
     blocked = Path(folder) / "file"
@@ -68,12 +68,12 @@ def behind_and_failing(folder: str) -> tuple[bool, str | None, float]:
     return done, engine.wait_for_checkpoint(), loss
 
 
-def test_what_fails_behind_is_told_on_every_rank(ranks: Any, tmp_path: Path) -> None:
-    for done, problem, loss in ranks(2, behind_and_failing, str(tmp_path), timeout=60):
+def test_a_failed_asynchronous_save_is_reported_on_every_rank(ranks: Any, tmp_path: Path) -> None:
+    for done, problem, loss in ranks(2, fail_asynchronous_save, str(tmp_path), timeout=60):
         assert done and loss > 0 and problem is not None and "Not a directory" in problem
 
 
-def behind_and_alone(folder: str) -> tuple[str, str | None, float]:
+def write_on_rank_0_alone(folder: str) -> tuple[str, str | None, float]:
     engine = make(Cell((1, 2, 1), stage=1), Job(), checkpoint={"async": True})
     engine.train_batch()
     engine.save_checkpoint(folder, "good")
@@ -94,9 +94,9 @@ def behind_and_alone(folder: str) -> tuple[str, str | None, float]:
     return said, engine.wait_for_checkpoint(), time.monotonic() - start
 
 
-def test_a_write_does_not_outlive_the_run(ranks: Any, tmp_path: Path) -> None:
+def test_asynchronous_writes_stop_when_the_run_fails(ranks: Any, tmp_path: Path) -> None:
     """A writer waits for slow ranks, and not for ranks of a run that failed; earlier checkpoints stay."""
-    said, problem, _ = ranks(2, behind_and_alone, str(tmp_path), timeout=40)[0]
+    said, problem, _ = ranks(2, write_on_rank_0_alone, str(tmp_path), timeout=40)[0]
     assert "the run is over" in said and problem is not None and "waited for ranks 1, which" in problem
     assert tags(tmp_path) == ["good"] and (tmp_path / "latest").read_text() == "good"
 
@@ -108,9 +108,13 @@ def settings(folder: str, behind: bool) -> dict[str, Any]:
     return {"dir": folder, "every": 2, "keep": 2, "resume": "auto", "async": behind}
 
 
-def run(cell: Cell, folder: str, steps: int, kill: tuple[int, float] | None, victim: int, behind: bool) -> list[float]:
-    """Train to the end, every loss written down by the monitor, which does so before a step is saved; one rank dies on
-    the way, so many seconds after so many steps."""
+def train_with_one_kill(
+    cell: Cell, folder: str, steps: int, kill: tuple[int, float] | None, victim: int, behind: bool
+) -> list[float]:
+    """Train to the end; ``kill`` = (steps, seconds): the rank ``victim`` dies that long after that many steps.
+
+    The monitor writes each loss before the step is saved.
+    """
     curve = {"enabled": True, "output_path": str(Path(folder).parent), "job_name": "curve"}
     engine = make(cell, Job(), checkpoint=settings(folder, behind), json_monitor=curve)
     newest = tags(Path(folder))
@@ -129,7 +133,7 @@ def run(cell: Cell, folder: str, steps: int, kill: tuple[int, float] | None, vic
     return losses
 
 
-def survive(ranks: Any, folder: Path, cells: list[Cell], kills: int, steps: int, seed: int) -> int:
+def count_survived_kills(ranks: Any, folder: Path, cells: list[Cell], kills: int, steps: int, seed: int) -> int:
     """Kill a rank repeatedly; the run resumes on a grid of the list, and ends like a run without failures."""
     draw, died = random.Random(seed), 0
     for attempt in range(kills + 1):
@@ -137,7 +141,8 @@ def survive(ranks: Any, folder: Path, cells: list[Cell], kills: int, steps: int,
         kill = None if attempt == kills else (draw.randrange(6), draw.uniform(0, 0.05))
         try:
             ranks(
-                *(cell.ranks, run, cell, str(folder / "saved"), steps, kill, draw.randrange(cell.ranks)),
+                *(cell.ranks, train_with_one_kill, cell, str(folder / "saved"), steps, kill),
+                draw.randrange(cell.ranks),
                 attempt % 2 == 0,
                 timeout=120,
             )
@@ -155,20 +160,21 @@ def survive(ranks: Any, folder: Path, cells: list[Cell], kills: int, steps: int,
     return died
 
 
-def test_a_run_that_is_killed_comes_back(ranks: Any, tmp_path: Path) -> None:
-    assert survive(ranks, tmp_path, [Cell((1, 2, 1), stage=1), Cell((2, 1, 1))], kills=1, steps=10, seed=1) == 1
+def test_a_run_resumes_after_one_of_its_ranks_is_killed(ranks: Any, tmp_path: Path) -> None:
+    grids = [Cell((1, 2, 1), stage=1), Cell((2, 1, 1))]
+    assert count_survived_kills(ranks, tmp_path, grids, kills=1, steps=10, seed=1) == 1
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_run_that_is_killed_a_hundred_times(ranks: Any, tmp_path: Path, seed: int) -> None:
+def test_four_runs_resume_after_25_kills_each(ranks: Any, tmp_path: Path, seed: int) -> None:
     """25 times in a row, on four runs: a rank, a moment and a grid by chance; every second step begins a save."""
     grids = [Cell((1, 2, 1), stage=2), Cell((2, 2, 1), stage=1), Cell((1, 1, 2), stage=3), Cell((2, 1, 1), "zb-v", 2)]
-    assert survive(ranks, tmp_path, grids, kills=25, steps=200, seed=seed) == 25
+    assert count_survived_kills(ranks, tmp_path, grids, kills=25, steps=200, seed=seed) == 25
 
 
-def told(folder: str, pids: str) -> tuple[int, int]:
+def train_until_sigterm(folder: str, pids: str) -> tuple[int, int]:
     engine = make(Cell((1, 2, 1), stage=1), Job(), checkpoint={"dir": folder, "every": 1000})
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -184,12 +190,12 @@ def told(folder: str, pids: str) -> tuple[int, int]:
     return engine.global_steps, 0
 
 
-def test_sigterm_saves_and_leaves(ranks: Any, tmp_path: Path) -> None:
-    assert ranks(2, told, str(tmp_path), "", timeout=60) == [(4, 143)] * 2
+def test_sigterm_saves_a_checkpoint_and_exits_with_143(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, train_until_sigterm, str(tmp_path), "", timeout=60) == [(4, 143)] * 2
     assert tags(tmp_path) == ["global_step4"] and (tmp_path / "latest").read_text() == "global_step4"
 
 
-def test_what_is_damaged_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resuming_skips_damaged_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     first = make(Cell(), Job(optimizer="SGD"), checkpoint={"dir": str(tmp_path), "every": 1})
     first.client_state = {"epoch": 2}
@@ -262,15 +268,18 @@ def test_a_plain_module_resumes_on_other_replicas_and_stages(
 ) -> None:
     """Frozen parameters, parameter groups, buffers, tied uses: on another number of replicas, in another stage."""
     saved = str(tmp_path)
-    ranks(a[0], module_run, a[1], kind, "", saved, 0, STEPS, more, timeout=60)
-    found = ranks(b[0], module_run, b[1], kind, saved, "", STEPS, 2 * STEPS, more, timeout=60)[0]
-    wanted = ranks(1, module_run, 0, kind, "", "", 0, 2 * STEPS, {}, timeout=60)[0]
+    (replicas, stage), (other_replicas, other_stage) = a, b
+    ranks(replicas, module_run, stage, kind, source="", target=saved, first=0, last=STEPS, more=more, timeout=60)
+    half: dict[str, Any] = {"source": saved, "target": "", "first": STEPS, "last": 2 * STEPS, "more": more}
+    found = ranks(other_replicas, module_run, other_stage, kind, **half, timeout=60)[0]
+    whole: dict[str, Any] = {"source": "", "target": "", "first": 0, "last": 2 * STEPS, "more": {}}
+    wanted = ranks(1, module_run, 0, kind, **whole, timeout=60)[0]
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-10, msg=name)
 
 
-def sharded(folder: str, tensor: int, first: int, last: int) -> dict[str, Tensor]:
+def train_sharded_module(folder: str, tensor: int, first: int, last: int) -> dict[str, Tensor]:
     grid = triax.Grid(tensor=tensor, timeout=60)
     torch.manual_seed(first)
     model = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6), nn.LayerNorm(6)).double()
@@ -291,15 +300,15 @@ def sharded(folder: str, tensor: int, first: int, last: int) -> dict[str, Tensor
     return weights if grid.rank == 0 else {}
 
 
-def test_a_sharded_module_moves(ranks: Any, tmp_path: Path) -> None:
-    ranks(2, sharded, str(tmp_path), 2, 0, 2, timeout=60)
-    found = ranks(2, sharded, str(tmp_path), 1, 2, 4, timeout=60)[0]
-    wanted = ranks(1, sharded, str(tmp_path / "other"), 1, 0, 4, timeout=60)[0]
+def test_a_sharded_module_resumes_with_another_tensor_size(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, train_sharded_module, str(tmp_path), tensor=2, first=0, last=2, timeout=60)
+    found = ranks(2, train_sharded_module, str(tmp_path), tensor=1, first=2, last=4, timeout=60)[0]
+    wanted = ranks(1, train_sharded_module, str(tmp_path / "other"), tensor=1, first=0, last=4, timeout=60)[0]
     for name, weight in wanted.items():
         torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-10, msg=name)
 
 
-def test_a_save_between_two_microbatches_is_of_the_step_before(tmp_path: Path) -> None:
+def test_a_save_between_microbatches_stores_the_previous_step(tmp_path: Path) -> None:
     """A checkpoint between two microbatches has no part of the unfinished step, which runs again."""
     x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     settings = module_config("AdamW", 2, 1) | {"train_micro_batch_size_per_gpu": 2, "seed": 3}
@@ -331,8 +340,8 @@ def test_a_save_between_two_microbatches_is_of_the_step_before(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_step_that_comes_again_is_saved_again(tmp_path: Path, every: int) -> None:
-    """After a load of an earlier step, the checkpoint of step 2 was the one of the branch that was left."""
+def test_steps_repeated_after_a_load_are_saved_again(tmp_path: Path, every: int) -> None:
+    """After an earlier step is loaded, the checkpoint of step 2 is replaced by that of the new branch."""
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def started(**options: Any) -> Any:
@@ -362,7 +371,7 @@ def test_a_step_that_comes_again_is_saved_again(tmp_path: Path, every: int) -> N
     torch.testing.assert_close(resumed.module.state_dict(), plain.state_dict(), rtol=0, atol=1e-10)
 
 
-def same_grid(cell: Cell, job: Job, folder: str) -> bool:
+def resumes_bitwise(cell: Cell, job: Job, folder: str) -> bool:
     """A run that resumes on the grid that saved it continues bitwise like a run without an interruption."""
     one = make(cell, job)
     for _ in range(STEPS):
@@ -389,15 +398,15 @@ def same_grid(cell: Cell, job: Job, folder: str) -> bool:
         (Cell(), Job(optimizer="Adafactor")),
     ],
 )
-def test_the_same_grid_goes_on_bitwise(ranks: Any, tmp_path: Path, cell: Cell, job: Job) -> None:
-    assert all(ranks(cell.ranks, same_grid, cell, job, str(tmp_path), timeout=60))
+def test_a_resume_on_the_same_grid_continues_bitwise(ranks: Any, tmp_path: Path, cell: Cell, job: Job) -> None:
+    assert all(ranks(cell.ranks, resumes_bitwise, cell, job, str(tmp_path), timeout=60))
     kinds = {name.rpartition("/")[0] for name in tensors(tmp_path / f"global_step{STEPS}")}
     state = {"AdamW": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, "Adafactor": {"row_var", "col_var", "variance"}}
     assert kinds == {"weights", *(f"optimizer/{key}" for key in state[job.optimizer])}
 
 
-def ends_by(case: str) -> int:
-    """Exit code of a child that hears SIGTERM when it will not save a checkpoint."""
+def exit_code_after_sigterm(case: str) -> int:
+    """Exit code of a child that receives SIGTERM when it will not save a checkpoint."""
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
@@ -424,6 +433,6 @@ def hear(case: str) -> None:
 
 
 def test_sigterm_ends_a_process_that_will_not_save(ranks: Any) -> None:
-    """It was swallowed for ever: by forked children, after the engine was gone, and the second time."""
+    """The process is a forked child, or its engine is gone, or it receives SIGTERM for the second time."""
     ends = {"fork": 0, "gone": -signal.SIGTERM, "twice": -signal.SIGTERM}
-    assert {case: ranks(1, ends_by, case)[0] for case in ends} == ends
+    assert {case: ranks(1, exit_code_after_sigterm, case)[0] for case in ends} == ends

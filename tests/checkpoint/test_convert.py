@@ -65,7 +65,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: 
             schedule.step()
 
 
-def go_on(model: nn.Module, folder: Path, first: int, last: int, **section: Any) -> Any:
+def resume_and_train(model: nn.Module, folder: Path, first: int, last: int, **section: Any) -> Any:
     config = small_config("AdamW", lr=RATE, batch=8, **section)
     engine = triax.initialize(model=model, config=config)[0]
     engine.load_checkpoint(folder)
@@ -145,7 +145,7 @@ def universal(folder: Path, stage: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_universal_checkpoint_of_deepspeeds(tmp_path: Path, stage: int) -> None:
+def test_deepspeed_universal_checkpoints_are_imported(tmp_path: Path, stage: int) -> None:
     """Weights, moments, steps, buffers, ties and the schedule: the next steps are those of torch's optimizer."""
     wanted = universal(tmp_path / "theirs", stage)
     code, text = command("import", tmp_path / "theirs", tmp_path / "runs")
@@ -155,13 +155,13 @@ def test_a_universal_checkpoint_of_deepspeeds(tmp_path: Path, stage: int) -> Non
     assert stage == 3 or "again.weight (the same as first.weight)" in text
     torch.manual_seed(1)
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": RATE, "warmup_num_steps": 5, "warmup_type": "linear"}}
-    engine = go_on(Net(), tmp_path / "runs", STEPS, STEPS + AFTER, scheduler=schedule)
+    engine = resume_and_train(Net(), tmp_path / "runs", STEPS, STEPS + AFTER, scheduler=schedule)
     assert engine.global_steps == STEPS + AFTER and engine.global_samples == 8 * (STEPS + AFTER)
     assert_same(engine.module_state_dict(), wanted.state_dict())
     assert engine.module.norm.num_batches_tracked == STEPS + AFTER
 
 
-def test_layers_of_deepspeeds_pipeline_have_our_names(tmp_path: Path) -> None:
+def test_importing_renames_deepspeed_pipeline_layers(tmp_path: Path) -> None:
     """DeepSpeed's names are layer numbers, and tied layers have names of their own: --rename maps the first of them."""
     for name in ("3.weight", "tied_modules.embed.weight"):
         (tmp_path / "zero" / name).mkdir(parents=True)
@@ -172,7 +172,7 @@ def test_layers_of_deepspeeds_pipeline_have_our_names(tmp_path: Path) -> None:
     assert code == 0 and "weights/layers.0.weight" in text and "weights/layers.3.weight" in text
 
 
-def test_a_pickle_that_runs_code_does_not(tmp_path: Path) -> None:
+def test_importing_never_runs_code_of_a_pickle(tmp_path: Path) -> None:
     """Even with --unpickle a universal checkpoint is read as tensors and numbers alone."""
     mark = tmp_path / "ran"
     evil = b"cos\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."
@@ -187,7 +187,7 @@ def test_a_pickle_that_runs_code_does_not(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_folders_that_are_none(tmp_path: Path) -> None:
+def test_importing_refuses_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
     assert (
         "only DeepSpeed's universal format can be imported"
@@ -202,7 +202,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- torch's DCP
 
 
-def by_fsdp(folder: str) -> dict[str, Tensor]:
+def train_and_save_with_fsdp(folder: str) -> dict[str, Tensor]:
     """Two ranks of FSDP2: a checkpoint after some steps, and the weights after some more."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 4))
@@ -217,8 +217,8 @@ def by_fsdp(folder: str) -> dict[str, Tensor]:
     return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
 
 
-def test_a_checkpoint_that_fsdp_wrote_on_two_ranks(ranks: Any, tmp_path: Path) -> None:
-    wanted = ranks(2, by_fsdp, str(tmp_path / "dcp"), timeout=60)[0]
+def test_a_checkpoint_of_fsdp_on_two_ranks_is_imported(ranks: Any, tmp_path: Path) -> None:
+    wanted = ranks(2, train_and_save_with_fsdp, str(tmp_path / "dcp"), timeout=60)[0]
     words = ("--unpickle", "--rename", "0.=layers.0.", "--rename", "2.=layers.2.")
     assert command("import", tmp_path / "dcp", tmp_path / "runs", *words)[0] == 0
     layers = [triax.LayerSpec(nn.Linear, 4, 7), triax.LayerSpec(nn.GELU), triax.LayerSpec(nn.Linear, 7, 4)]
@@ -320,7 +320,7 @@ def content(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ("qwen3_5_text", (1, 1, 2), True),
     ],
 )
-def test_transformers_reads_what_is_exported(
+def test_transformers_loads_exported_checkpoints(
     ranks: Any, tmp_path: Path, case: str, sizes: tuple[int, int, int], half: bool
 ) -> None:
     """The command exports from the files alone: bitwise what save_hf writes in the run, and masters in bf16."""
@@ -343,7 +343,7 @@ def test_transformers_reads_what_is_exported(
     assert {tensor.dtype for tensor in content(tmp_path / "wide")[1].values()} == {torch.float32}
 
 
-def test_a_model_of_transformers_own(tmp_path: Path) -> None:
+def test_a_trained_transformers_model_is_exported(tmp_path: Path) -> None:
     import transformers
 
     sizes: dict[str, Any] = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1}
@@ -364,7 +364,7 @@ def test_a_model_of_transformers_own(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in again.state_dict().items())
 
 
-def test_export_says_which_format_a_checkpoint_needs(tmp_path: Path) -> None:
+def test_export_errors_say_which_option_to_give(tmp_path: Path) -> None:
     config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": RATE}}}
     engine = triax.initialize(model=nn.Linear(4, 4), config=config)[0]
     assert engine.save_checkpoint(tmp_path / "runs")

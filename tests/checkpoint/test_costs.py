@@ -48,7 +48,7 @@ def written(folder: str, half: str, stages: list[int]) -> int:
 
 
 @pytest.mark.parametrize("half", ["", "bf16", "fp16"])
-def test_twelve_bytes_a_parameter(ranks: Any, tmp_path: Path, half: str) -> None:
+def test_a_checkpoint_takes_12_bytes_per_parameter(ranks: Any, tmp_path: Path, half: str) -> None:
     """Adam's two moments and one value, the fp32 master of which a narrower weight is the rounding: none twice.
 
     So it is in every stage, though below stage 3 each of the two replicas holds all weights.
@@ -69,7 +69,7 @@ def test_twelve_bytes_a_parameter(ranks: Any, tmp_path: Path, half: str) -> None
         assert sum(sizes) == 12 * parameters + others + headers
 
 
-def grown(folder: str, width: int, behind: bool) -> tuple[int, int, int]:
+def memory_growth_of_saves(folder: str, width: int, behind: bool) -> tuple[int, int, int]:
     with own_pages():
         small = engine(8, 1, "", **{"async": behind})  # brings in what a first save does: modules, a thread's stack
         step(small, 8)
@@ -103,9 +103,10 @@ def measured(folder: str, width: int, behind: bool) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("behind", [True, False], ids=["behind", "before"])
-def test_the_hosts_memory_grows_by_one_copy(ranks: Any, tmp_path: Path, behind: bool) -> None:
+def test_asynchronous_saves_need_host_memory_for_one_copy(ranks: Any, tmp_path: Path, behind: bool) -> None:
     """The copy is as large as what the rank writes, over two saves with training meanwhile. Without async: no copy."""
-    for more, share, copies in ranks(2, grown, str(tmp_path), 1000, behind, timeout=90, new_processes=True):
+    results = ranks(2, memory_growth_of_saves, str(tmp_path), 1000, behind, timeout=90, new_processes=True)
+    for more, share, copies in results:
         assert share > 36_000_000
         slack = 3_000_000  # what the allocator rounds up
         if behind:
@@ -115,7 +116,7 @@ def test_the_hosts_memory_grows_by_one_copy(ranks: Any, tmp_path: Path, behind: 
             assert more < slack
 
 
-def loaded(folder: str) -> tuple[int, int]:
+def bytes_read_and_held(folder: str) -> tuple[int, int]:
     trained = engine(40, 3)
     seen = 0
     plain = Tensor.copy_
@@ -146,14 +147,14 @@ def loaded(folder: str) -> tuple[int, int]:
     return seen, 4 * (mine + mine // 2)
 
 
-def test_a_rank_reads_what_it_holds(ranks: Any, tmp_path: Path) -> None:
+def test_loading_reads_only_the_bytes_that_a_rank_holds(ranks: Any, tmp_path: Path) -> None:
     """Saved on 3 replicas, loaded on 2 in stage 3: of 12 bytes a parameter each reads its half, and no byte more."""
-    ranks(3, saved_by_three, str(tmp_path), timeout=60)
-    for seen, mine in ranks(2, loaded, str(tmp_path), timeout=60):
+    ranks(3, save_on_three_ranks, str(tmp_path), timeout=60)
+    for seen, mine in ranks(2, bytes_read_and_held, str(tmp_path), timeout=60):
         assert 0 <= mine - seen <= 3 * 64 * 4  # a bucket's padding is nowhere
 
 
-def saved_by_three(folder: str) -> None:
+def save_on_three_ranks(folder: str) -> None:
     trained = engine(40, 3)
     step(trained, 40)
     assert trained.save_checkpoint(folder)

@@ -25,7 +25,7 @@ from support.checkpoint_jobs import Cell, Job, make
 from support.small_checkpoints import linear
 
 
-def test_every_flipped_byte_is_named(saved: Path, tmp_path: Path) -> None:
+def test_verify_names_the_file_of_every_flipped_byte(saved: Path, tmp_path: Path) -> None:
     folder, draw = tmp_path / "there", random.Random(4)
     shutil.copytree(saved / "there", folder)
     index = read_index(folder)
@@ -64,7 +64,7 @@ def _affected(folder: Path, index: Index, file: str, place: int) -> list[str]:
     return problems
 
 
-def test_what_is_damaged_is_not_loaded(saved: Path, tmp_path: Path) -> None:
+def test_loading_refuses_damaged_files(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "there"
     shutil.copytree(saved / "there", folder)
     engine = make(Cell(), Job())
@@ -85,7 +85,7 @@ def test_what_is_damaged_is_not_loaded(saved: Path, tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path, "there")
 
 
-def test_no_file_of_a_checkpoint_is_unpickled(saved: Path, tmp_path: Path) -> None:
+def test_loading_unpickles_no_file_of_a_checkpoint(saved: Path, tmp_path: Path) -> None:
     """Each file in turn is one that runs code where it is unpickled."""
     mark = tmp_path / "ran"
     evil = b"cos\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."
@@ -100,7 +100,7 @@ def test_no_file_of_a_checkpoint_is_unpickled(saved: Path, tmp_path: Path) -> No
     assert not mark.exists() and (tmp_path / "ran-not").exists()
 
 
-def test_names_and_shapes_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
+def test_loading_lists_names_and_shapes_that_differ(saved: Path, tmp_path: Path) -> None:
     class Grown(nn.Module):
         def __init__(self, extra: bool, width: int) -> None:
             super().__init__()
@@ -138,7 +138,9 @@ def test_names_and_shapes_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Adam", "Lamb"])
-def test_what_had_not_been_trained_is_named(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_lamb_warns_of_unequal_step_counts_in_a_bucket(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A parameter without steps has its own step count, except in LAMB, where all of a bucket have one."""
     optimizer = {"type": kind, "params": {"lr": 0.1}}
     assert linear(optimizer, frozen=True).save_checkpoint(tmp_path)
@@ -147,7 +149,7 @@ def test_what_had_not_been_trained_is_named(kind: str, tmp_path: Path, caplog: p
     assert warned == (kind == "Lamb"), caplog.text
 
 
-def alone(folder: str, pause: float) -> str:
+def save_on_rank_0_alone(folder: str, pause: float) -> str:
     engine = make(Cell((1, 2, 1)), Job(), checkpoint={"patience": 1.0})
     engine.train_batch()
     try:
@@ -161,17 +163,17 @@ def alone(folder: str, pause: float) -> str:
     return ""
 
 
-def test_a_rank_that_saves_alone_hears_of_it(ranks: Any, tmp_path: Path) -> None:
-    for text in ranks(2, alone, str(tmp_path), 0.0, timeout=30):
+def test_a_save_on_one_rank_alone_is_an_error_on_both(ranks: Any, tmp_path: Path) -> None:
+    for text in ranks(2, save_on_rank_0_alone, str(tmp_path), 0.0, timeout=30):
         assert "tensor 0) calls save_checkpoint, but rank 1 (pipe 0, data 1, tensor 0) calls train_batch of 4" in text
         assert "make the same call on every rank, and none under `if rank == 0`" in text
-    first, second = ranks(2, alone, str(tmp_path), 1.5, timeout=30)
+    first, second = ranks(2, save_on_rank_0_alone, str(tmp_path), 1.5, timeout=30)
     assert "save_checkpoint waited 1 s for rank 1 (pipe 0, data 1, tensor 0), which did not call it" in first
     assert "Call it on every rank" in first and "if rank == 0" in first
     assert "did not call it" in second  # it stopped at once, and says why
 
 
-def failing(folder: str, how: str) -> Any:
+def fail_to_save(folder: str, how: str) -> Any:
     policy = "stop" if how == "stop" else "continue"
     engine = make(Cell((1, 2, 1), stage=1), Job(), checkpoint={"on_failure": policy, "tag_validation": "Fail"})
     engine.train_batch()
@@ -197,8 +199,8 @@ def failing(folder: str, how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["continue", "stop"])
-def test_what_cannot_be_written_leaves_the_last_one(ranks: Any, tmp_path: Path, how: str) -> None:
-    for done, said, refused, loss, path, names in ranks(2, failing, str(tmp_path), how, timeout=60):
+def test_a_failed_save_keeps_the_last_checkpoint(ranks: Any, tmp_path: Path, how: str) -> None:
+    for done, said, refused, loss, path, names in ranks(2, fail_to_save, str(tmp_path), how, timeout=60):
         assert done is False and not refused and loss > 0
         assert path == str(tmp_path / "good") and {*names} - {".lock", ".saved.json"} == {"good", "latest"}
         if how == "stop":

@@ -53,7 +53,7 @@ def trained_values(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("saved", KINDS)
-def test_what_is_rounded_is_named(saved: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_warns_when_values_are_rounded(saved: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained(saved).save_checkpoint(tmp_path / "saved")
     for loaded in KINDS:
         caplog.clear()
@@ -81,7 +81,9 @@ class Momentum(Foreign):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("state", [torch.bfloat16, torch.float32, torch.float64])
-def test_optimizer_state_keeps_the_dtype_that_it_has(tmp_path: Path, dtype: torch.dtype, state: torch.dtype) -> None:
+def test_optimizer_state_keeps_its_own_dtype_after_a_resume(
+    tmp_path: Path, dtype: torch.dtype, state: torch.dtype
+) -> None:
     """Momentum that is narrower or wider than the weights goes on after a resume as without one, and as in PyTorch."""
 
     def model() -> nn.Linear:
@@ -130,7 +132,7 @@ def messages_of(folder: str, dtype: torch.dtype, loads: bool) -> list[str]:
     return found
 
 
-def test_rank_0_names_one_tensor_and_counts_all(ranks: Any, tmp_path: Path) -> None:
+def test_rank_0_names_one_rounded_tensor_and_counts_all(ranks: Any, tmp_path: Path) -> None:
     ranks(2, messages_of, str(tmp_path), torch.float64, False)
     first, second = ranks(2, messages_of, str(tmp_path), torch.float32, True)
     assert second == [] and len(first) == 1

@@ -34,7 +34,7 @@ def whole(folder: Path) -> dict[str, Any]:
     return found
 
 
-def full(folder: str, victim: int, replaces: bool) -> int:
+def fill_disk_at_each_call(folder: str, victim: int, replaces: bool) -> int:
     """Make the disk full at one call after the other, on one rank."""
     place, trained = Path(folder), small_engine(stage=1)
     small_steps(trained)
@@ -67,15 +67,17 @@ def full(folder: str, victim: int, replaces: bool) -> int:
 
 @pytest.mark.parametrize("replaces", [False, True], ids=["new", "replaced"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_disk_that_is_full_at_any_call(ranks: Any, tmp_path: Path, victim: int, replaces: bool) -> None:
-    """Whichever call fails on whichever rank: all of the new checkpoint is there, or nothing of it and what was."""
-    calls = ranks(2, full, str(tmp_path), victim, replaces, timeout=90)
+def test_a_full_disk_at_any_system_call_keeps_old_checkpoints(
+    ranks: Any, tmp_path: Path, victim: int, replaces: bool
+) -> None:
+    """After each failed call on either rank, the new checkpoint is whole, or absent and the old one is there."""
+    calls = ranks(2, fill_disk_at_each_call, str(tmp_path), victim, replaces, timeout=90)
     assert calls[0] == calls[1] > (20 if victim == 0 else 10)
 
 
 @pytest.mark.parametrize("replaces", [False, True], ids=["new", "replaced"])
-def test_a_kill_at_any_call(tmp_path: Path, replaces: bool) -> None:
-    """A fork of the run dies at one call after the other: the checkpoint of before is the last one, or the new one."""
+def test_a_kill_at_any_system_call_keeps_old_checkpoints(tmp_path: Path, replaces: bool) -> None:
+    """A fork of the run dies at each call in turn: the last checkpoint is then the old one or the new one, whole."""
     trained, other = small_engine(stage=1), small_engine(stage=1)
     small_steps(trained)
     first = small_engine(stage=1)
@@ -118,7 +120,7 @@ def test_a_kill_at_any_call(tmp_path: Path, replaces: bool) -> None:
     assert number > 20 and tags(tmp_path) == ["good", "new"] and last == new == number
 
 
-def read_only(folder: str) -> tuple[bool, str, float]:
+def save_into_read_only_folder(folder: str) -> tuple[bool, str, float]:
     trained = small_engine(stage=1, **{"async": True})
     small_steps(trained)
     effective = os.geteuid()
@@ -133,16 +135,16 @@ def read_only(folder: str) -> tuple[bool, str, float]:
     return done, said, trained.global_steps
 
 
-def test_a_folder_that_nobody_may_write_to(ranks: Any) -> None:
+def test_a_save_into_a_read_only_folder_reports_the_reason(ranks: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o555)
-        for done, said, steps in ranks(2, read_only, folder, timeout=60):
+        for done, said, steps in ranks(2, save_into_read_only_folder, folder, timeout=60):
             assert done and "rank 0 (pipe 0, data 0, tensor 0): Permission denied" in said and steps == 2
         assert not [*Path(folder).iterdir()]
 
 
-def test_a_source_tree_that_is_not_installed_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout on PYTHONPATH trained for hours; its first save asked for the metadata of an installed package."""
+def test_saving_works_from_a_source_tree_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a checkout on PYTHONPATH, which has no metadata of an installed package."""
 
     def not_installed(name: str) -> None:
         raise PackageNotFoundError(name)

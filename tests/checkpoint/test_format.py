@@ -47,7 +47,7 @@ from support.training import small_config
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_an_interval_is_a_few_boxes(shape: list[int], data: st.DataObject) -> None:
+def test_an_interval_of_elements_is_cut_into_few_boxes(shape: list[int], data: st.DataObject) -> None:
     numel = int(np.prod(shape)) if shape else 1
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
@@ -80,7 +80,7 @@ def test_the_pieces_of_all_ranks_make_up_the_tensor(data: st.DataObject) -> None
     assert overlap(everything(shape), everything(shape)) == everything(shape)
 
 
-def test_values_come_back_as_they_were() -> None:
+def test_client_state_survives_encoding_and_decoding() -> None:
     value = {
         "a": [1, 2.5, None, True, "text", float("inf"), (1, (2,)), {3, 4}],
         "b": {1: "one", (2, 3): {"$float": "not a float"}, "x": Counter({5: 1})},
@@ -108,7 +108,7 @@ def test_values_come_back_as_they_were() -> None:
         decode({"$code": "import os"})
 
 
-def test_it_opens_with_safetensors_and_json_alone(saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_opens_with_safetensors_and_json_alone(saved: Path, tmp_path: Path) -> None:
     """The ten lines of docs/checkpoints.md, in a Python that does not know triax."""
     code = block_of("checkpoints.md", "# open.py")
     assert len(code.strip().splitlines()) <= 11  # with the name
@@ -124,7 +124,7 @@ def test_it_opens_with_safetensors_and_json_alone(saved: Path, tmp_path: Path) -
         assert torch.equal(found[f"weights/{name}"], tensor)
 
 
-def test_bytes_written_are_the_models_own(saved: Path) -> None:
+def test_files_hold_each_element_once_and_evenly(saved: Path) -> None:
     """Bytes under float64: 8 each for the value and AdamW's three moments; each element once, evenly over the ranks."""
     index = read_index(saved / "there")
     weights = [entry for name, entry in index.tensors.items() if name.startswith("weights/")]
@@ -162,9 +162,8 @@ def test_a_load_takes_the_tag_or_the_latest_checkpoint(tmp_path: Path, caplog: p
     assert names == [".lock", ".saved.json", "global_step1", "latest", "second", "third"]
 
 
-def test_a_run_that_went_back_goes_on_from_where_it_came(tmp_path: Path) -> None:
-    """The newest checkpoint is the one that was written last, wherever it was copied since, and not that of most steps:
-    it is gone on from, and the older ones are those to prune."""
+def test_resume_and_pruning_order_checkpoints_by_time_of_save(tmp_path: Path) -> None:
+    """The newest checkpoint is the one written last, not the one of most steps; copies may change the files' times."""
     kept = {"dir": str(tmp_path), "every": 2, "keep": 3}
     first = make(Cell(), Job(optimizer="SGD"), checkpoint=kept)
     for _ in range(10):
@@ -184,7 +183,7 @@ def test_a_run_that_went_back_goes_on_from_where_it_came(tmp_path: Path) -> None
         assert torch.equal(weight, again.gather()[name])
 
 
-def test_written_behind_where_the_run_was_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asynchronous_saves_use_the_folder_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     engine = make(Cell(), Job(optimizer="SGD"), checkpoint={"async": True})
@@ -196,7 +195,7 @@ def test_written_behind_where_the_run_was_then(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_the_optimizer_says_how_weights_decay(tmp_path: Path, decoupled: bool) -> None:
+def test_a_loaded_optimizer_keeps_its_kind_of_weight_decay(tmp_path: Path, decoupled: bool) -> None:
     """AdamW loads Adam's state and the reverse, as in torch; each keeps its own kind of weight decay."""
     params = {"lr": 0.1, "weight_decay": 0.5, "adam_w_mode": False}
     adam, adamw = {"type": "Adam", "params": params}, {"type": "AdamW", "params": {**params, "adam_w_mode": True}}
@@ -206,7 +205,7 @@ def test_the_optimizer_says_how_weights_decay(tmp_path: Path, decoupled: bool) -
     assert [group["decoupled_weight_decay"] for group in engine.optimizer.param_groups] == [decoupled]
 
 
-def test_steps_are_where_fused_kernels_want_them() -> None:
+def test_step_counts_are_loaded_to_the_device_torch_expects() -> None:
     """Steps are on the parameter's device where torch's load_state_dict puts them there, else on the CPU."""
     there, step = torch.empty(2, device="meta"), torch.tensor(3.0)
     for key, group, device in (
@@ -221,7 +220,7 @@ def test_steps_are_where_fused_kernels_want_them() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(k for k in names() if k != "SequentialLR"))
-def test_every_schedule_goes_on(kind: str, tmp_path: Path) -> None:
+def test_every_learning_rate_schedule_resumes(kind: str, tmp_path: Path) -> None:
     params: dict[str, dict[str, Any]] = {
         "WarmupDecayLR": {"total_num_steps": 30, "warmup_num_steps": 3},
         "WarmupCosineLR": {"total_num_steps": 30, "warmup_num_steps": 3},
@@ -259,7 +258,7 @@ def test_every_schedule_goes_on(kind: str, tmp_path: Path) -> None:
     assert other.get_lr() == one.get_lr() and steps(other, 5) == steps(one, 5)
 
 
-def test_the_example_of_the_format_is_read_by_the_formats_library(saved: Path) -> None:
+def test_safetensors_reads_the_same_tensors_as_the_reader(saved: Path) -> None:
     index = read_index(saved / "there")
     reader = Reader(saved / "there", index)
     for file in index.files:
@@ -281,7 +280,7 @@ def in_one_file(folder: str, cell: Cell) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("cell", [Cell((2, 1, 2), stage=1), Cell((1, 2, 1), stage=3)])
-def test_whole_weights_in_one_file(ranks: Any, tmp_path: Path, cell: Cell) -> None:
+def test_whole_weights_are_exported_to_one_file(ranks: Any, tmp_path: Path, cell: Cell) -> None:
     weights = ranks(cell.ranks, in_one_file, str(tmp_path), cell, timeout=60)[0]
     file = safetensors.torch.load_file(tmp_path / "pytorch_model.safetensors")
     assert file.keys() == weights.keys() and [path.name for path in tmp_path.glob(".*")] == [".saved.json"]
@@ -335,7 +334,7 @@ def test_checkpoint_commands_show_and_compare_checkpoints(saved: Path, tmp_path:
     assert "has no index.json" in command("show", tmp_path / "nothing")[1]
 
 
-def test_the_program_of_the_docs_runs_again(ranks: Any, tmp_path: Path) -> None:
+def test_the_program_of_the_checkpoints_page_resumes(ranks: Any, tmp_path: Path) -> None:
     source = block_of("checkpoints.md", "# save.py")
     assert ranks(2, steps_of_program, source, str(tmp_path), "engine") == [4] * 2
     assert ranks(1, steps_of_program, source, str(tmp_path), "engine") == [4 + 4]
@@ -343,7 +342,7 @@ def test_the_program_of_the_docs_runs_again(ranks: Any, tmp_path: Path) -> None:
     assert Counter(shown[1:]) == Counter(path.name for path in (tmp_path / "runs/first").rglob("*"))
 
 
-def with_an_iterator(source: str, folder: str, axes: dict[str, int]) -> dict[str, torch.Tensor]:
+def weights_of_iterator_program(source: str, folder: str, axes: dict[str, int]) -> dict[str, torch.Tensor]:
     """Run the lines of the docs on this rank; return the weights."""
     os.chdir(folder)
     grid = triax.Grid(**axes, timeout=60)  # type: ignore[arg-type]
@@ -369,14 +368,14 @@ def test_an_iterator_continues_at_the_right_batch(ranks: Any, tmp_path: Path) ->
     assert "global_steps < 6" in source
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
-    (wanted,) = ranks(1, with_an_iterator, source, str(tmp_path / "whole"), {})
+    (wanted,) = ranks(1, weights_of_iterator_program, source, str(tmp_path / "whole"), {})
     first = source.replace("global_steps < 6", "global_steps < 2")
-    ranks(2, with_an_iterator, first, str(tmp_path / "parts"), {"pipe": 2})
-    for found in ranks(2, with_an_iterator, source, str(tmp_path / "parts"), {"data": 2}):
+    ranks(2, weights_of_iterator_program, first, str(tmp_path / "parts"), {"pipe": 2})
+    for found in ranks(2, weights_of_iterator_program, source, str(tmp_path / "parts"), {"data": 2}):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
-def without_an_engine(saved: str) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
+def load_without_engine(saved: str) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
     grid = triax.Grid(pipe=2, timeout=60)
     model = triax.PipelineModule(gpt_layers(SIZES), grid=grid, seed=9, device="meta")
     generator = triax.init_inference(model, checkpoint=saved, dtype=torch.float32)
@@ -384,12 +383,12 @@ def without_an_engine(saved: str) -> tuple[dict[str, torch.Tensor], list[list[in
     return weights, generator.generate([[1, 2, 3]], 4, temperature=0)
 
 
-def test_weights_for_a_model_that_no_engine_trains(ranks: Any, saved: Path, tmp_path: Path) -> None:
+def test_weights_load_into_a_model_without_an_engine(ranks: Any, saved: Path, tmp_path: Path) -> None:
     """Weights and generated tokens on two stages that are built from the meta device, in another dtype."""
     engine = make(Cell(), Job(), seed=8)
     engine.load_checkpoint(saved)
     wanted = engine.gather()
-    first, second = ranks(2, without_an_engine, str(saved), timeout=60)
+    first, second = ranks(2, load_without_engine, str(saved), timeout=60)
     assert {**first[0], **second[0]}.keys() == wanted.keys()
     for weights, _ in (first, second):
         assert all(torch.equal(weight, wanted[name].float()) for name, weight in weights.items())
@@ -407,7 +406,7 @@ def test_weights_for_a_model_that_no_engine_trains(ranks: Any, saved: Path, tmp_
         triax.load_weights(plain.to("meta"), saved)
 
 
-def test_a_checkpoint_of_torchs_is_imported(tmp_path: Path) -> None:
+def test_a_torch_dcp_checkpoint_is_imported(tmp_path: Path) -> None:
     """Weights, moments, steps: the next steps are those that torch's own optimizer takes."""
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.manual_seed(0)

@@ -105,8 +105,10 @@ def expected(optimizer: dict[str, Any]) -> list[Tensor]:
     ],
     ids=str,
 )
-def test_the_state_of_frozen_parameters_is_kept(ranks: Any, tmp_path: Path, sizes: Any, plain: bool) -> None:
-    """It was dropped without a word, and gone for good when the run was saved again."""
+def test_checkpoints_keep_optimizer_state_of_frozen_parameters(
+    ranks: Any, tmp_path: Path, sizes: Any, plain: bool
+) -> None:
+    """Over three runs: all layers are trained, then one is frozen, then all are trained again."""
     adam, momentum = (expected(optimizer) for optimizer in OPTIMIZERS)
     wanted = [adam, momentum, adam, adam, momentum]
     for each in ranks(math.prod(sizes), three_runs, sizes, plain, tmp_path):
@@ -121,8 +123,9 @@ def sort_by_name(weights: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("flags", [{"load_module_only": True}, {"load_optimizer_states": False}], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["adam", "momentum"])
-def test_a_load_of_the_weights_keeps_the_state(tmp_path: Path, optimizer: dict[str, Any], flags: Any) -> None:
-    """The state of frozen parameters was dropped, and that of all others stayed."""
+def test_loading_weights_alone_keeps_state_of_frozen_parameters(
+    tmp_path: Path, optimizer: dict[str, Any], flags: Any
+) -> None:
     for run, steps in enumerate(runs(optimizer["type"])):
         engine = made(Grid(), 1, optimizer, run == 1, True)
         if run:
@@ -135,7 +138,7 @@ def test_a_load_of_the_weights_keeps_the_state(tmp_path: Path, optimizer: dict[s
     same([engine.gather()[name] for name in sorted(engine.gather())], sort_by_name(expected(optimizer)))
 
 
-def test_the_state_may_be_dropped_when_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_can_leave_out_state_of_frozen_parameters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = made(Grid(), 1, OPTIMIZERS[0], False, True)
     step_of(engine, 0)
     engine.save_checkpoint(tmp_path, "all")
@@ -152,7 +155,7 @@ def test_the_state_may_be_dropped_when_asked(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_a_plain_optimizer_refuses_the_state_of_other_parameters() -> None:
-    """Of the first layer, where the second has the same shape."""
+    """The state is of the first layer, and the second has the same shape."""
     states, optimizers = [], []
     for frozen in range(2):
         model = nn.Sequential(*layers()[:2])

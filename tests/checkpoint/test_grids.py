@@ -28,7 +28,7 @@ from support.checkpoint_jobs import (
 BEFORE, AFTER = 2, 2
 
 
-def go_on(cell: Cell, job: Job, steps: int, source: str, target: str, scratch: str) -> Trace:
+def resume_train_and_save(cell: Cell, job: Job, steps: int, source: str, target: str, scratch: str) -> Trace:
     engine = make(cell, job, scratch, seed=8)  # other weights than those that were saved
     path, client = engine.load_checkpoint(source)
     assert Path(path) == Path(source) / "there"
@@ -43,10 +43,13 @@ def undisturbed(job: Job, steps: int) -> Trace:
     return begin(Cell(), job, steps, "", "")
 
 
-def check(ranks: Any, folder: Path, a: Cell, b: Cell, job: Job, before: int = BEFORE, after: int = AFTER) -> None:
+def require_bitwise_resume(
+    ranks: Any, folder: Path, a: Cell, b: Cell, job: Job, before: int = BEFORE, after: int = AFTER
+) -> None:
+    """Save on grid ``a``, load on grid ``b``: the checkpoint is bitwise the same, and training as without a break."""
     source, target = str(folder / "a"), str(folder / "b")
     ranks(a.ranks, begin, a, job, before, source, str(folder), timeout=120)
-    losses, weights = ranks(b.ranks, go_on, b, job, after, source, target, str(folder), timeout=120)[0]
+    losses, weights = ranks(b.ranks, resume_train_and_save, b, job, after, source, target, str(folder), timeout=120)[0]
     saved, again = tensors(folder / "a" / "there"), tensors(folder / "b" / "here")
     assert saved.keys() == again.keys() and len(saved) > 3 * 30
     for name, tensor in saved.items():
@@ -70,18 +73,19 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("number", range(len(PAIRS)))
-def test_a_checkpoint_knows_no_grid(ranks: Any, tmp_path: Path, number: int) -> None:
-    check(ranks, tmp_path, *PAIRS[number], Job(tied=number % 2 == 0, family="llama" if number == 2 else "gpt"))
+def test_a_checkpoint_loads_bitwise_on_another_grid(ranks: Any, tmp_path: Path, number: int) -> None:
+    job = Job(tied=number % 2 == 0, family="llama" if number == 2 else "gpt")
+    require_bitwise_resume(ranks, tmp_path, *PAIRS[number], job)
 
 
-def test_rows_and_columns_of_a_tie(ranks: Any, tmp_path: Path) -> None:
+def test_adafactor_state_of_tied_weights_is_saved_once(ranks: Any, tmp_path: Path) -> None:
     """Adafactor's state of a weight that two stages hold is written once."""
     job, source, target = Job(optimizer="Adafactor"), str(tmp_path / "a"), str(tmp_path / "b")
     ranks(2, begin, Cell((2, 1, 1)), job, BEFORE, source, str(tmp_path))
     assert "optimizer/col_var/layers.0.weight" in read_index(tmp_path / "a" / "there").tensors
     wanted_losses, wanted = undisturbed(job, BEFORE + AFTER)
     for cell in (Cell(), Cell((2, 1, 1))):
-        losses, weights = ranks(cell.ranks, go_on, cell, job, AFTER, source, target, str(tmp_path))[0]
+        losses, weights = ranks(cell.ranks, resume_train_and_save, cell, job, AFTER, source, target, str(tmp_path))[0]
         torch.testing.assert_close(losses, wanted_losses, rtol=1e-10, atol=1e-10)
         for name, tensor in wanted.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-10, atol=1e-10, msg=name)
@@ -126,4 +130,4 @@ def pairs(count: int) -> list[tuple[Cell, Cell, Job]]:
 def test_200_random_pairs_of_grids_resume_with_equal_numbers(ranks: Any, tmp_path: Path, part: int) -> None:
     for number, (a, b, job) in list(enumerate(pairs(200)))[part::20]:
         (tmp_path / str(number)).mkdir()
-        check(ranks, tmp_path / str(number), a, b, job, before=10, after=10)
+        require_bitwise_resume(ranks, tmp_path / str(number), a, b, job, before=10, after=10)

@@ -105,8 +105,8 @@ def all_cases(saved: Path) -> list[tuple[tuple[Any, ...], Any]]:
     return [(path, value) for path in places(content) if path not in left for value in (*BAD, GONE)]
 
 
-def test_malformed_values_are_passed_over(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """28 of 70 such indices ended a run that had an older checkpoint, and one made it loop without end."""
+def test_resuming_skips_indices_with_malformed_values(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run resumes from an older checkpoint, or from this one, and trains."""
     cases = all_cases(saved)
     by_hand: list[tuple[tuple[Any, ...], Any]] = [
         (("step",), float("nan")),
@@ -132,12 +132,12 @@ def test_malformed_values_are_passed_over(saved: Path, caplog: pytest.LogCapture
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-def test_every_value_may_be_malformed(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resuming_survives_a_malformed_value_at_any_place(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     cases = all_cases(saved)
     assert resume_all(saved, cases, caplog) > len(cases) // 2
 
 
-def test_an_index_may_be_anything(saved: Path) -> None:
+def test_reading_a_broken_index_raises_one_error(saved: Path) -> None:
     """Duplicate keys, a list, deep nests, numbers of ten thousand digits: one error, which names the file."""
     path = saved / "global_step2"
     good = (path / "index.json").read_text()
@@ -157,7 +157,7 @@ def test_an_index_may_be_anything(saved: Path) -> None:
             read_index(path)
 
 
-def test_boxes_that_overlap_do_not_hold_a_tensor(saved: Path) -> None:
+def test_an_index_with_overlapping_boxes_is_refused(saved: Path) -> None:
     """Two boxes of 6 elements, one of them twice: the sum of 12 is right, and half of the tensor was never read."""
     shutil.rmtree(saved / "global_step1")
     path = saved / "global_step2"

@@ -331,7 +331,7 @@ def test_torch_dist_megatron_checkpoints_give_equal_logits(tmp_path: Path, case:
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("megatron")
-def test_an_import_becomes_a_folder_of_hugging_face(tmp_path: Path) -> None:
+def test_imported_megatron_checkpoints_export_to_hugging_face(tmp_path: Path) -> None:
     import transformers
 
     check_import(write_distributed(tmp_path / "theirs", "llama", True), "llama", tmp_path)
@@ -352,7 +352,7 @@ def test_an_import_becomes_a_folder_of_hugging_face(tmp_path: Path) -> None:
         pytest.param({"rotary_percent": 0.5}, "rotary_percent=0.5", marks=pytest.mark.exhaustive),
     ],
 )
-def test_other_models_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_unsupported_megatron_models_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     folder = write_distributed(tmp_path / "theirs", "llama", True) / "iter_0000040"
     args = argparse.Namespace(**{**vars(arguments("llama")), **change})
     torch.save({"args": args, "iteration": 40}, folder / "common.pt")
@@ -365,7 +365,7 @@ def test_other_models_are_refused(tmp_path: Path, change: dict[str, Any], messag
 ran: list[str] = []
 
 
-def test_no_code_of_a_file_runs(tmp_path: Path) -> None:
+def test_reading_a_pickle_never_runs_its_code(tmp_path: Path) -> None:
     class Calls:
         def __reduce__(self) -> Any:
             return exec, ("import test_megatron; test_megatron.ran.append('ran')",)
@@ -383,7 +383,7 @@ def test_no_code_of_a_file_runs(tmp_path: Path) -> None:
     assert not ran
 
 
-def test_a_damaged_pickle_is_an_error(tmp_path: Path) -> None:
+def test_reading_a_damaged_pickle_raises_an_error(tmp_path: Path) -> None:
     data = pickle.dumps({"a": [1, 2], "b": argparse.Namespace(c=3)})
     for stop in range(len(data) - 1):
         with pytest.raises(ValueError, match="cannot be read"):

@@ -167,7 +167,7 @@ def test_an_old_checkpoint_is_loaded_bit_for_bit(ranks: Any, name: str, sizes: s
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_every_tensor_of_an_old_checkpoint(name: str) -> None:
+def test_old_checkpoints_hold_the_recorded_tensors(name: str) -> None:
     path = checkpoint(name)
     index = read_index(path)
     assert not [*verify(path, index)]
@@ -177,7 +177,7 @@ def test_every_tensor_of_an_old_checkpoint(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_an_old_model_configuration_is_exported(name: str, tmp_path: Path) -> None:
+def test_an_old_checkpoint_exports_to_hugging_face(name: str, tmp_path: Path) -> None:
     """The index has the field names of triax 0.1.0, such as ``width`` for ``hidden_size``."""
     told = CliRunner().invoke(app, ["checkpoint", "export", str(FIXTURES / name), str(tmp_path), "--format", "hf"])
     assert told.exit_code == 0, told.output

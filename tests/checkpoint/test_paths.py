@@ -51,7 +51,7 @@ def every_call(folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_is_no_path_is_refused_at_once_on_every_rank(ranks: Any, tmp_path: Path, size: int) -> None:
+def test_engine_calls_refuse_wrong_paths_on_every_rank(ranks: Any, tmp_path: Path, size: int) -> None:
     """``save_checkpoint(None)`` of the DeepSpeed adapter wrote a folder named None."""
     for found in ranks(size, every_call, str(tmp_path)):
         assert all(
@@ -63,7 +63,7 @@ def test_what_is_no_path_is_refused_at_once_on_every_rank(ranks: Any, tmp_path: 
     assert not any(tmp_path.iterdir())
 
 
-def test_functions_beside_the_engine() -> None:
+def test_functions_without_an_engine_refuse_wrong_paths() -> None:
     model = triax.PipelineModule([nn.Linear(2, 2)])
     for call in (
         lambda wrong: triax.load_weights(model, wrong),
@@ -76,7 +76,7 @@ def test_functions_beside_the_engine() -> None:
             assert "give the path of a folder" in error_text(lambda: call(wrong), ConfigError)  # noqa: B023
 
 
-def pair(folder: str) -> list[str]:
+def errors_of_two_engines(folder: str) -> list[str]:
     """Save two engines of unlike models into one folder, and two of equal models; return the errors."""
     grid = triax.Grid(timeout=60)
     options = triax.EngineOptions(optimizer=torch.optim.SGD, batch=triax.Batch(size=2), zero=triax.Zero(stage=3))
@@ -89,7 +89,7 @@ def pair(folder: str) -> list[str]:
     return [found]
 
 
-def test_two_engines_do_not_overwrite_each_other(ranks: Any, tmp_path: Path) -> None:
-    for (found,) in ranks(2, pair, str(tmp_path / "runs")):
+def test_a_second_engine_cannot_save_over_the_first(ranks: Any, tmp_path: Path) -> None:
+    for (found,) in ranks(2, errors_of_two_engines, str(tmp_path / "runs")):
         assert "runs/global_step0, which another engine of this process has saved" in found
         assert "Give each engine a folder of its own" in found

@@ -128,7 +128,7 @@ def test_a_run_saves_and_resumes_at_a_uri(memory: str, tmp_path: Path, capsys: A
     assert code == 0 and folders.tags(folder_at(memory)) == ["global_step6"], said
 
 
-def test_a_tag_is_replaced_in_one_step(store: type[Store]) -> None:
+def test_replacing_a_remote_checkpoint_is_atomic(store: type[Store]) -> None:
     """Fail each call of a save that replaces a checkpoint: there is the old one or the new one, whole."""
     engine = small_engine()
     small_steps(engine)
@@ -158,7 +158,7 @@ def test_a_tag_is_replaced_in_one_step(store: type[Store]) -> None:
     assert engine.save_checkpoint("store://run", "best") and len((place / "best").files()) == 2
 
 
-def test_failures_say_what_to_check(store: type[Store], caplog: Any) -> None:
+def test_remote_save_errors_say_what_to_check(store: type[Store], caplog: Any) -> None:
     engine = small_engine()
     small_steps(engine)
     with caplog.at_level(logging.ERROR, "triax"):
@@ -216,8 +216,8 @@ def test_wrong_uris_are_refused(monkeypatch: Any, tmp_path: Path) -> None:
         folder_at("memory://run")
 
 
-def test_the_run_that_came_last_owns_the_folder(memory: str) -> None:
-    """Two processes in one folder: the one before cannot save any more, and says who has it."""
+def test_a_run_cannot_save_after_another_took_its_remote_folder(memory: str) -> None:
+    """Of two processes in one folder, the earlier one cannot save any more, and names the later one."""
     engine = small_engine(on_failure="stop")
     small_steps(engine)
     assert engine.save_checkpoint(memory)
@@ -253,7 +253,7 @@ def save_and_load(folder: str, uri: str) -> tuple[float, float, int]:
     return engine.train_batch().item(), other.train_batch().item(), read
 
 
-def test_any_grid_loads_what_another_saved(ranks: Any, tmp_path: Path) -> None:
+def test_another_grid_loads_a_remote_checkpoint(ranks: Any, tmp_path: Path) -> None:
     """On two ranks, through file://: the same bytes as in a folder; a rank reads no block twice."""
     uri = f"file://{tmp_path}/there"
     results = ranks(2, save_and_load, str(tmp_path / "here"), uri, timeout=60)
@@ -277,8 +277,8 @@ def blocks_of(index: Index, kind: str, size: int) -> set[tuple[str, int]]:
     }
 
 
-def test_weights_read_twice_read_each_of_their_blocks_once(store: type[Store], monkeypatch: Any) -> None:
-    """And no other blocks, without verification."""
+def test_reading_weights_twice_fetches_each_block_once(store: type[Store], monkeypatch: Any) -> None:
+    """Without verification, no other blocks are read."""
     from triax.checkpoint.format import remote_files
 
     monkeypatch.setattr(remote_files, "BLOCK", 4096)
@@ -297,7 +297,7 @@ def test_weights_read_twice_read_each_of_their_blocks_once(store: type[Store], m
     assert read < 0.7 * sum(file.size for file in index.files.values())
 
 
-def test_without_room_in_the_temporary_folder_loading_says_so(memory: str, monkeypatch: Any) -> None:
+def test_loading_names_a_full_temporary_folder(memory: str, monkeypatch: Any) -> None:
     """A block that was written through the map of a sparse file ended the process by SIGBUS."""
     engine = small_engine()
     small_steps(engine)
@@ -311,8 +311,7 @@ def test_without_room_in_the_temporary_folder_loading_says_so(memory: str, monke
         small_engine().load_checkpoint(memory, "a")
 
 
-def test_without_room_in_the_temporary_folder_saving_says_so(memory: str, monkeypatch: Any) -> None:
-    """It ended by an AttributeError before the ranks agreed on the failure."""
+def test_saving_names_a_full_temporary_folder(memory: str, monkeypatch: Any) -> None:
     engine = small_engine()
     small_steps(engine)
 
@@ -326,7 +325,7 @@ def test_without_room_in_the_temporary_folder_saving_says_so(memory: str, monkey
     assert problem is not None and f"No space left on device: {tempfile.gettempdir()}" in problem
 
 
-def test_a_save_removes_what_a_killed_one_left(memory: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_save_removes_temporary_files_of_a_killed_save(memory: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     engine = small_engine()
     small_steps(engine)

@@ -62,7 +62,7 @@ def wait_until(folder: Path, process: Any, world: int, step: int) -> None:
         time.sleep(0.05)
 
 
-def check(folder: Path, steps: int, left: int) -> None:
+def require_undisturbed_losses(folder: Path, steps: int, left: int) -> None:
     """Check that each step's loss, also of repeated steps, equals the undisturbed run's, and that no step is missing.
 
     But for those steps after which the ranks were told to go, ``left`` times at the most: they are in a checkpoint, and
@@ -78,7 +78,7 @@ def check(folder: Path, steps: int, left: int) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_sigterm_to_the_launcher_saves_and_the_next_start_goes_on(tmp_path: Path) -> None:
+def test_sigterm_to_the_launcher_saves_and_a_restart_resumes(tmp_path: Path) -> None:
     """A preempted host: no step is computed twice."""
     command = [*TRIAX, "run", "--nproc", 2, "--log-dir", tmp_path / "logs", "--threads", 1, "--tee", "none"]
     command += [script(tmp_path), ROOT / "tests", 12, tmp_path]
@@ -93,13 +93,13 @@ def test_sigterm_to_the_launcher_saves_and_the_next_start_goes_on(tmp_path: Path
     (tmp_path / "go on").touch()
     again = subprocess.run([str(word) for word in [*command, 0]], cwd=tmp_path, capture_output=True, timeout=200)
     assert again.returncode == 0, again.stderr
-    check(tmp_path, 12, left=1)
+    require_undisturbed_losses(tmp_path, 12, left=1)
     assert len({step for _, step, _ in seen(tmp_path)}) == len(seen(tmp_path))  # no step twice
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_hosts_come_and_go_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_run_continues_when_hosts_leave_and_join(tmp_path: Path) -> None:
     """One of two hosts (``--nnodes 1:2``) is killed, later there are two again: other data axes, equal losses."""
     steps, port = 120, free_port()
     command = [*TRIAX, "run", "--nnodes", "1:2", "--nproc", 1, "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "j"]
@@ -124,4 +124,4 @@ def test_hosts_come_and_go_and_the_run_goes_on(tmp_path: Path) -> None:
     worlds = [world for world, _, _ in seen(tmp_path)]
     changes = [a for a, b in zip(worlds, worlds[1:] + [0], strict=True) if a != b]
     assert changes == [1, 2, 1, 2], changes
-    check(tmp_path, steps, left=2)
+    require_undisturbed_losses(tmp_path, steps, left=2)

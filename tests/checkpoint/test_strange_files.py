@@ -30,13 +30,13 @@ def saved(folder: Path, steps: int, seed: int = 0) -> Path:
     return folder
 
 
-def said(*words: object) -> tuple[int, str]:
+def run_command(*words: object) -> tuple[int, str]:
     done = CliRunner().invoke(app, [str(word) for word in words])
     assert done.exception is None or isinstance(done.exception, SystemExit | ConfigError), done.exception
     return done.exit_code, done.output + (str(done.exception) if isinstance(done.exception, ConfigError) else "")
 
 
-def test_links_among_checkpoints_are_pruned_and_what_they_name_is_not(tmp_path: Path) -> None:
+def test_pruning_removes_links_but_keeps_their_targets(tmp_path: Path) -> None:
     """A link ended ``prune`` with a traceback, and stayed there as ``.global_step1.gone``."""
     place = saved(tmp_path / "runs", 5)
     (place / "global_step1").rename(tmp_path / "elsewhere")
@@ -45,7 +45,7 @@ def test_links_among_checkpoints_are_pruned_and_what_they_name_is_not(tmp_path: 
     trained = small_engine(dir=str(place), resume="auto")
     trained.save_checkpoint(place, "global_step9")
     index = (place / "global_step2" / "index.json").read_bytes()
-    assert said("checkpoint", "prune", place, "--keep", 2)[0] == 0
+    assert run_command("checkpoint", "prune", place, "--keep", 2)[0] == 0
     left = sorted(path.name for path in place.iterdir() if path.name[0] != ".")
     assert left == ["global_step5", "global_step9", "latest"]
     assert not [*place.glob(".*.gone")] and (tmp_path / "elsewhere" / "index.json").is_file()
@@ -56,7 +56,7 @@ def test_links_among_checkpoints_are_pruned_and_what_they_name_is_not(tmp_path: 
     assert index != (place / "best" / "index.json").read_bytes()
 
 
-def special(path: Path, kind: str) -> None:
+def make_fifo_or_device(path: Path, kind: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         path.unlink()
@@ -68,15 +68,15 @@ def special(path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["FIFO", "device"])
 @pytest.mark.timeout(60)
-def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path: Path, kind: str) -> None:
+def test_fifos_and_devices_are_refused_without_waiting(tmp_path: Path, kind: str) -> None:
     place = saved(tmp_path / "runs", 2)
     for name in ("global_step2/index.json", "global_step2/rank-00000.safetensors", "latest", ".lock"):
         copy = tmp_path / "copy"
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(place, copy)
-        special(copy / name, kind)
+        make_fifo_or_device(copy / name, kind)
         if name != ".lock":
-            code, text = said("checkpoint", "verify", copy if name == "latest" else copy / "global_step2")
+            code, text = run_command("checkpoint", "verify", copy if name == "latest" else copy / "global_step2")
             assert code != 0 and text.strip(), name
             trained = small_engine(dir=str(copy), resume="auto")
             assert trained.global_steps == (2 if name == "latest" else 1), name
@@ -94,17 +94,17 @@ def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path: Path,
         "model/config.json": lambda path: read_config(path.parent),
     }
     for name, reader in readers.items():
-        special(tmp_path / name, kind)
+        make_fifo_or_device(tmp_path / name, kind)
         with pytest.raises((ValueError, OSError)) as error:
             reader(tmp_path / name)
         assert str(tmp_path / name).removesuffix("/config.json") in str(error.value), name
-    special(tmp_path / "run/run.json", kind)
-    special(tmp_path / "run/rank-0.log", kind)
+    make_fifo_or_device(tmp_path / "run/run.json", kind)
+    make_fifo_or_device(tmp_path / "run/rank-0.log", kind)
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "samples": 4, "time": 0.0, "x": 1.0}\n')
     assert write_report(tmp_path / "run").is_file()
 
 
-def test_names_in_files_cannot_drive_the_terminal(tmp_path: Path) -> None:
+def test_escape_sequences_in_names_are_printed_as_text(tmp_path: Path) -> None:
     """A tensor's name with an escape sequence cleared the reader's screen, or wrote its title."""
     place = saved(tmp_path / "runs", 1) / "global_step1"
     bad, shown = "\x1b]0;owned\x07\x1b[2J[red]", "\\x1b]0;owned\\x07\\x1b[2J[red]"
@@ -113,7 +113,7 @@ def test_names_in_files_cannot_drive_the_terminal(tmp_path: Path) -> None:
     content["identity"]["run"] = bad
     write_index(place, content)
     for words in (("show",), ("verify",), ("diff", place)):
-        code, output = said("checkpoint", words[0], place, *words[1:])
+        code, output = run_command("checkpoint", words[0], place, *words[1:])
         assert "\x1b" not in output and "\x07" not in output, words
         if words == ("show",):
             assert code == 0 and f"run {shown}, number" in output and f"{shown} {shown}" in output
@@ -121,10 +121,10 @@ def test_names_in_files_cannot_drive_the_terminal(tmp_path: Path) -> None:
     assert str(CheckpointError("two\nlines: é, 梯")) == "two\nlines: é, 梯"
 
 
-def test_an_exchanged_folder_is_not_taken_for_the_one_that_was_saved(
+def test_loading_refuses_a_checkpoint_folder_that_was_exchanged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A run resumed with the weights of another one, in silence."""
+    """Otherwise a run could resume with the weights of another one."""
     mine, other = saved(tmp_path / "mine", 4), saved(tmp_path / "other", 4, seed=1)
     small_engine(seed=2).save_checkpoint(mine, "best")
     small_engine(seed=3).save_checkpoint(mine, "first")
@@ -139,7 +139,7 @@ def test_an_exchanged_folder_is_not_taken_for_the_one_that_was_saved(
         shutil.copytree(source, mine / tag)
         with pytest.raises(CheckpointError, match=f"{tag} holds another checkpoint than .*{words} of the run"):
             small_engine().load_checkpoint(mine, tag)
-        code, output = said("checkpoint", "verify", mine / tag)
+        code, output = run_command("checkpoint", "verify", mine / tag)
         assert code == 1 and "holds another checkpoint" in output
     shutil.rmtree(mine / "first")
     resumed = small_engine(dir=str(mine), resume="auto")

@@ -28,7 +28,7 @@ from support.small_checkpoints import problems, small_engine, small_steps
 from support.toys import error_text
 
 
-def second(folder: str) -> tuple[bool, str, str]:
+def save_into_taken_folder(folder: str) -> tuple[bool, str, str]:
     """A run that saves into a folder that another process has, and one that would save there automatically."""
     with triax_warnings() as lines:
         trained = small_engine(1)
@@ -38,14 +38,14 @@ def second(folder: str) -> tuple[bool, str, str]:
     return done, "\n".join(lines), refused
 
 
-def test_a_second_run_is_told_whose_folder_it_is(ranks: Any, tmp_path: Path) -> None:
+def test_a_second_run_cannot_save_and_names_the_folders_owner(ranks: Any, tmp_path: Path) -> None:
     """A job that was submitted twice destroyed its own checkpoints, and save_checkpoint returned True in both."""
     first = small_engine()
     small_steps(first)
     assert first.save_checkpoint(tmp_path, "same")
     (tmp_path / ".next.abc.part").mkdir()  # as if it were being written
     before = (tmp_path / "same/index.json").read_bytes()
-    ((done, lines, refused),) = ranks(1, second, str(tmp_path), timeout=60)
+    ((done, lines, refused),) = ranks(1, save_into_taken_folder, str(tmp_path), timeout=60)
     for text in (lines, refused):
         assert f"on host {socket.gethostname()}, process {os.getpid()}, saves into {tmp_path}" in text
     assert not done and "was not written" in lines and len(lines.splitlines()) == 1
@@ -53,12 +53,12 @@ def test_a_second_run_is_told_whose_folder_it_is(ranks: Any, tmp_path: Path) -> 
     assert not problems(tmp_path / "same")
     del first
     gc.collect()
-    ((done, lines, refused),) = ranks(1, second, str(tmp_path), timeout=60)
+    ((done, lines, refused),) = ranks(1, save_into_taken_folder, str(tmp_path), timeout=60)
     assert done and not lines and refused == "no error" and not (tmp_path / ".next.abc.part").exists()
 
 
 @pytest.mark.parametrize("tag", ["same", "global_step{}"])
-def test_two_jobs_at_once(tmp_path: Path, tag: str) -> None:
+def test_two_jobs_saving_into_one_folder_keep_checkpoints_whole(tmp_path: Path, tag: str) -> None:
     """Two such jobs left 81 states, of which 41 failed verify. Now at each moment all checkpoints are whole."""
     runs = [small_engine(0), small_engine(1)]
     for trained in runs:
@@ -91,7 +91,7 @@ def test_two_jobs_at_once(tmp_path: Path, tag: str) -> None:
     assert states and not [path for path in tmp_path.glob("*/index.json") if problems(path.parent)]
 
 
-def test_files_of_two_runs_do_not_make_a_checkpoint(tmp_path: Path) -> None:
+def test_a_checkpoint_with_files_of_two_runs_is_refused(tmp_path: Path) -> None:
     """Each file is as it was written, and the index has their checksums: verify passed what two runs had mixed."""
     for name, seed in (("a", 0), ("b", 1)):
         trained = small_engine(seed)
@@ -168,8 +168,8 @@ def test_a_lock_from_another_host_expires(
     assert trained.save_checkpoint(tmp_path)
 
 
-def test_a_copy_of_a_folder_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy of a lock names a process that lives, and saves elsewhere."""
+def test_saving_works_in_a_copy_of_a_locked_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copied lock names a process that is alive, but saves into the other folder."""
     monkeypatch.setattr(locks, "_PAUSE", 0.02)
     trained = small_engine()
     small_steps(trained)
@@ -179,8 +179,8 @@ def test_a_copy_of_a_folder_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert trained.save_checkpoint(tmp_path / "runs")
 
 
-def test_a_run_that_was_held_up_does_not_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stopped run loses its lock, and comes back in the middle of a save."""
+def test_a_paused_run_that_lost_its_lock_cannot_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped run loses its lock, and continues in the middle of a save."""
     trained = small_engine()
     small_steps(trained)
     assert trained.save_checkpoint(tmp_path, "a")
@@ -200,7 +200,7 @@ def test_a_run_that_was_held_up_does_not_commit(tmp_path: Path, monkeypatch: pyt
 # ------------------------------------------------------------------------------------------ order, and the file latest
 
 
-def test_a_clock_that_steps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keep_and_resume_ignore_a_clock_that_steps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """keep deleted the newest checkpoints, and the next start went on from an old one."""
     section: dict[str, Any] = {"dir": str(tmp_path), "every": 1, "keep": 2, "resume": "auto"}
     now = 2e9
@@ -272,7 +272,7 @@ def parts(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["start", "resume", "save", "prune"])
-def test_what_a_killed_run_left_is_removed(ranks: Any, tmp_path: Path, way: str) -> None:
+def test_unfinished_checkpoints_of_a_killed_run_are_removed(ranks: Any, tmp_path: Path, way: str) -> None:
     """Each kill of a run with automatic saves left up to a whole checkpoint, for good."""
     with pytest.raises(RankFailure, match="SIGKILL"):
         ranks(1, killed_while_saving, str(tmp_path), 1, timeout=60)

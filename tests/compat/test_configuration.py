@@ -28,7 +28,7 @@ from support.paths import ROOT
 from support.toys import mean_loss
 
 
-def test_the_tutorials_file_with_its_comments(tmp_path: Path) -> None:
+def test_the_tutorials_file_with_comments_is_read(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(TUTORIAL)
     config = read_config(path)
@@ -42,7 +42,7 @@ def test_the_tutorials_file_with_its_comments(tmp_path: Path) -> None:
         assert read_config(path).tensorboard.job_name == name
 
 
-def test_auto_is_what_follows_from_the_rest_or_an_error() -> None:
+def test_auto_values_follow_from_other_keys_or_are_refused() -> None:
     sizes = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     zero = {"stage": 3, "overlap_comm": "auto", "reduce_bucket_size": "auto", "sub_group_size": "auto"}
     config = read_config({**sizes, "gradient_clipping": "auto", "zero_optimization": zero})
@@ -59,7 +59,7 @@ def test_auto_is_what_follows_from_the_rest_or_an_error() -> None:
             read_config(given)
 
 
-def test_what_does_nothing_is_taken_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_without_effect_are_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     idle: dict[str, Any] = {
         "zero_optimization": {"stage": 1, "stage3_max_act_size": 1e9, "offload_param": {"device": "cpu"}},
         "pipeline": {"micro_batch_size": 4, "stages": "auto"},
@@ -101,12 +101,12 @@ def test_what_does_nothing_is_taken_and_said(caplog: pytest.LogCaptureFixture) -
         ),
     ],
 )
-def test_a_key_without_the_one_that_switches_it_on_is_noted(given: dict[str, Any], note: str) -> None:
+def test_keys_of_a_section_that_is_off_are_noted(given: dict[str, Any], note: str) -> None:
     notes = notes_of(read_config({"train_batch_size": 4, **given}))
     assert len(notes) == 1 and notes[0].startswith(note), notes
 
 
-def test_what_a_trainer_writes_with_its_defaults_is_not_noted() -> None:
+def test_default_values_that_trainers_write_are_not_noted() -> None:
     """The section fp16 as Hugging Face's guide has it, and fp16's loss scale under autocast to float16."""
     scale = {
         "loss_scale": 0,
@@ -120,7 +120,7 @@ def test_what_a_trainer_writes_with_its_defaults_is_not_noted() -> None:
     assert notes_of(read_config({"train_batch_size": 4, **autocast})) == []
 
 
-def test_every_key_acts_or_says_why_not() -> None:
+def test_every_refused_key_says_what_to_write() -> None:
     """Every key has a description; a refused key says what to write, and its default value is accepted."""
     statuses: dict[str, int] = {}
     for key, field in keys():
@@ -157,7 +157,7 @@ def test_older_names_of_keys_are_read() -> None:
     assert read_config({"$schema": "triax.schema.json", "seed": 3}).seed == 3
 
 
-def test_config_params_is_config() -> None:
+def test_config_params_is_accepted_in_place_of_config() -> None:
     model = PipelineModule([LayerSpec(nn.Linear, 1, 1)], loss_fn=mean_loss)
     with pytest.raises(ConfigError, match="config_params is an older name of config"):
         triax.initialize(model=model, config={}, config_params={})
@@ -185,15 +185,15 @@ def test_the_tutorials_file_trains(ranks: Any, replicas: int, tmp_path: Path) ->
         assert rates == [pytest.approx(0.001 * math.log(4) / math.log(1000))]  # the fifth step's
 
 
-def test_the_table_in_the_docs_is_the_models() -> None:
+def test_the_config_page_has_the_table_of_the_command() -> None:
     text = (ROOT / "docs" / "config.md").read_text()
     assert markdown() in text, "renew it: triax config --table"
     assert CliRunner().invoke(app, ["config", "--table"]).stdout.strip() == markdown()
 
 
 @pytest.mark.parametrize("section", ["fp16", "amp"])
-def test_a_loss_scale_below_one_is_the_users_own(section: str) -> None:
-    """A scale of 0.5 was refused for the default of min_loss_scale: in a resolved file, and for amp by pydantic."""
+def test_a_loss_scale_below_one_is_accepted(section: str) -> None:
+    """Also in a resolved file, though the default of min_loss_scale is larger than 0.5."""
     config = read_config({"train_batch_size": 2, section: {"enabled": True, "loss_scale": 0.5}})
     again = read_config(resolve_config(config, batch_sizes(config, 1)))
     for each in (config, again):

@@ -41,7 +41,7 @@ def scaled(replicas: int, config: dict[str, Any]) -> tuple[Any, float | None, fl
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_predividing_changes_what_is_summed_and_not_what_is_stepped(ranks: Any, stage: int) -> None:
+def test_predivided_gradients_change_the_sum_but_not_the_step(ranks: Any, stage: int) -> None:
     zero = {"stage": stage}
     wanted = ranks(2, scaled, 2, {"zero_optimization": zero})
     for config, factor in (
@@ -73,7 +73,7 @@ def test_prescaling_keeps_a_sum_in_fp16_from_overflowing(ranks: Any) -> None:
     assert ranks(2, overflowing, {"prescale_gradients": True}) == [pytest.approx(40000, rel=1e-3)] * 2
 
 
-def test_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_per_print_prints_a_line_after_each_n_steps(capsys: pytest.CaptureFixture[str]) -> None:
     made, batches = engine(steps_per_print=2), data()
     losses = [made.train_batch(batches).item() for _ in range(4)]
     lines = capsys.readouterr().out.splitlines()
@@ -121,7 +121,7 @@ def test_every_rank_raises_if_a_file_cannot_be_written(ranks: Any, tmp_path: Pat
     assert said[0] == said[1] and "Not a directory" in said[0]
 
 
-def test_what_an_engine_says_of_itself() -> None:
+def test_engine_members_report_batch_sizes_and_options() -> None:
     made = engine(gradient_accumulation_steps=3, gradient_clipping=0.5, zero_optimization={"stage": 2})
     assert (
         made.get_batch_info()
@@ -160,7 +160,7 @@ def resized(shape: tuple[int, int, int], schedule: str) -> Any:
 
 
 @pytest.mark.parametrize(("shape", "schedule"), [((1, 1, 1), "1f1b"), ((2, 1, 1), "zb-h1"), ((1, 2, 1), "gpipe")])
-def test_a_batch_of_another_size(ranks: Any, shape: tuple[int, int, int], schedule: str) -> None:
+def test_training_continues_with_another_batch_size(ranks: Any, shape: tuple[int, int, int], schedule: str) -> None:
     layers: list[Any] = [LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, LayerSpec(nn.Linear, WIDTH, WIDTH)]
     model = PipelineModule(layers, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -62,7 +62,7 @@ def test_texts_that_are_no_json_object_are_refused(text: str | bytes, words: str
         ({"scheduler": {"type": "StepLR", "params": {"step_size": -3}}}, "scheduler.params.step_size = -3"),
     ],
 )
-def test_values_that_cannot_be_right_are_refused(given: dict[str, Any], message: str) -> None:
+def test_impossible_configuration_values_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_config({"train_batch_size": 4, **given})
     assert message in str(error.value)
@@ -292,7 +292,7 @@ def corruption(seed: int) -> tuple[dict[str, Any], list[str]]:
     return contradictions(draw)
 
 
-def complaint(config: dict[str, Any]) -> str:
+def error_of_configuration(config: dict[str, Any]) -> str:
     """Text of the error for a configuration, empty if the configuration is accepted."""
     try:
         read_config(config)
@@ -301,12 +301,12 @@ def complaint(config: dict[str, Any]) -> str:
     return ""
 
 
-def test_200_corruptions_are_refused_each_by_its_key() -> None:
-    assert complaint(VALID) == ""
+def test_corrupted_configurations_are_refused_by_their_key() -> None:
+    assert error_of_configuration(VALID) == ""
     right = {path.rsplit(".", 1)[-1] for path, _ in leaves(VALID)}
     for seed in range(400):
         config, names = corruption(seed)
-        said = complaint(config)
+        said = error_of_configuration(config)
         assert said, f"corruption {seed} was taken: {names}"
         assert any(name in said for name in names), (seed, names, said)
         assert len(said) < 1500, (seed, said)
@@ -315,7 +315,7 @@ def test_200_corruptions_are_refused_each_by_its_key() -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_a_corrupt_file_is_one_line_on_the_terminal(tmp_path: Path) -> None:
+def test_triax_config_refuses_corrupt_files_by_their_key(tmp_path: Path) -> None:
     for seed in range(8):
         config, names = corruption(seed)
         path = tmp_path / "config.json"
@@ -325,7 +325,7 @@ def test_a_corrupt_file_is_one_line_on_the_terminal(tmp_path: Path) -> None:
         assert any(name in str(result.exception) for name in names)
 
 
-def test_the_command_prints_what_was_resolved(tmp_path: Path) -> None:
+def test_triax_config_prints_the_resolved_configuration(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(TUTORIAL.replace('"cpu_offload": true', '"cpu_offload": true, "legacy_stage1": false'))
     result = CliRunner().invoke(app, ["config", str(path), "--data", "4"])
@@ -407,8 +407,7 @@ def same(a: Any, b: Any) -> bool:
         ({"z" * 5000: 1}, "no key like it: `triax config --table` lists all keys"),
     ],
 )
-def test_a_key_of_another_section_is_sent_there(config: dict[str, Any], words: str) -> None:
-    """The message listed all 70 keys of the section."""
+def test_an_error_for_a_misplaced_key_names_its_section(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_config({"train_batch_size": 2, **config})
     assert words in str(error.value) and len(str(error.value)) < 500

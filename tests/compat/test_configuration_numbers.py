@@ -25,7 +25,7 @@ from triax.train.sections import TrainingFile
 from support.toys import mean_loss
 
 
-def test_numbers_of_a_training_file_are_finite_in_float32() -> None:
+def test_training_file_numbers_outside_float32_are_refused() -> None:
     tried = 0
     for path, owner, found in walk(TrainingFile):
         if float in (hint := hints_of(owner)[found.name], *get_args(hint)):
@@ -49,8 +49,7 @@ def placed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     }
 
 
-def test_every_number_is_finite_and_held_by_float32() -> None:
-    """Clipping by 1e-320, a peak of 1e-300 TFLOP/s and an infinite factor of recomputation were accepted."""
+def test_configuration_numbers_outside_float32_are_refused() -> None:
     tried = 0
     for path, key in keys():
         if key.status == "acts" and float in key.kinds:
@@ -94,7 +93,7 @@ ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
         ({"json_monitor": {"job_name": "a\\..\\b"}}, "json_monitor.job_name"),
     ],
 )
-def test_what_acted_otherwise_is_refused(config: dict[str, Any], expected: str) -> None:
+def test_values_that_would_act_differently_are_refused(config: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config({"train_batch_size": 2, **config})
     assert expected in str(caught.value)
@@ -122,7 +121,7 @@ def test_functions_refuse_impossible_seeds_and_numbers() -> None:
 
 
 def test_steps_that_are_all_skipped_end_the_run() -> None:
-    """A run whose loss was NaN at every step skipped them all, to its end, without an error."""
+    """Otherwise a run whose loss is always NaN would skip all steps without an error."""
     layers = [torch.nn.Linear(3, 3)]
     model = triax.PipelineModule(layers, loss_fn=mean_loss)
     engine, *_ = triax.initialize(model=model, config={**ADAM, "train_batch_size": 2, "nan_loss": "skip"})

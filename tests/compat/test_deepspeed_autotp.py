@@ -81,7 +81,7 @@ def trained(cells: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, dict[str
     return results
 
 
-def test_a_model_is_sharded_by_the_configuration_alone(ranks: Any) -> None:
+def test_models_sharded_by_the_configuration_train_as_torch(ranks: Any) -> None:
     cells: list[tuple[str, dict[str, Any]]] = [
         ("llama", {"autotp_size": 2}),
         ("llama", {"autotp_size": 2, "preset_model": "llama"}),
@@ -104,7 +104,7 @@ def test_a_model_is_sharded_by_the_configuration_alone(ranks: Any) -> None:
                 )
 
 
-def test_what_a_partition_config_says() -> None:
+def test_a_partition_config_gives_the_plan_of_each_layer() -> None:
     plan = plan_of(made("llama"), {"partition_config": {"layer_specs": SPECS}})
     attention = plan["model.layers.0.self_attn.q_proj"]
     assert isinstance(attention, Column) and attention.unit == 4  # whole heads, as the family's plan has it
@@ -136,6 +136,6 @@ def test_what_a_partition_config_says() -> None:
         ({"partition_config": {"layer_specs": [{"patterns": [], "partition_type": "diag"}]}}, "give column, row or"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused(section: dict[str, Any], text: str) -> None:
+def test_models_that_autotp_cannot_shard_are_refused(section: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         plan_of(made("attention"), section)

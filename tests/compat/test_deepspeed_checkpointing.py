@@ -51,7 +51,7 @@ def gradients(checkpointed: bool) -> tuple[list[Tensor], int, Tensor]:
     return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)], model.runs, last
 
 
-def compare(**options: Any) -> None:
+def require_equal_to_plain(**options: Any) -> None:
     CONTEXT.recompute = CONTEXT.recompute_options = None
     assert not deepspeed.checkpointing.is_configured()
     wanted, runs, after = gradients(False)
@@ -68,12 +68,12 @@ def compare(**options: Any) -> None:
 
 
 def test_recomputed_dropout_has_the_masks_of_the_forward_pass() -> None:
-    compare(checkpoint_in_cpu=True, profile=True)
-    compare(deepspeed_config={"activation_checkpointing": {"synchronize_checkpoint_boundary": True}})
+    require_equal_to_plain(checkpoint_in_cpu=True, profile=True)
+    require_equal_to_plain(deepspeed_config={"activation_checkpointing": {"synchronize_checkpoint_boundary": True}})
 
 
-def test_a_pool_of_ranks_may_configure(ranks: Any) -> None:
-    ranks(2, compare, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=3)
+def test_partitioned_checkpointing_on_two_ranks_equals_plain(ranks: Any) -> None:
+    ranks(2, require_equal_to_plain, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=3)
 
 
 def test_checkpointing_refuses_wrong_calls() -> None:

@@ -103,7 +103,7 @@ def test_several_backward_passes_before_a_step_add_up(ranks: Any, tmp_path: Path
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_several_backward_passes_everywhere(ranks: Any, size: int, tmp_path: Path) -> None:
+def test_several_backward_passes_add_up_in_every_case(ranks: Any, size: int, tmp_path: Path) -> None:
     ranks(size, all_passes, CASES, str(tmp_path))
 
 
@@ -142,7 +142,7 @@ def unmanaged(stage: int, op: str) -> None:
         engine.set_gradient_accumulation_boundary(True)
 
 
-def test_a_step_of_any_number_of_backward_passes(ranks: Any) -> None:
+def test_steps_of_any_number_of_backward_passes_equal_torch(ranks: Any) -> None:
     ranks(2, unmanaged, 1, "sum")
     ranks(2, unmanaged, 3, "mean")
 
@@ -180,7 +180,7 @@ def test_gradients_in_no_sync_are_the_replicas_own(ranks: Any) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_a_step_of_any_number_of_backward_passes_everywhere(ranks: Any, stage: int, op: str) -> None:
+def test_steps_of_any_number_of_backward_passes_in_each_stage(ranks: Any, stage: int, op: str) -> None:
     ranks(2, unmanaged, stage, op)
 
 
@@ -244,7 +244,7 @@ class Counting(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_state_of_one_element_is_saved_and_of_others_in_stage_0(stage: int, tmp_path: Path) -> None:
+def test_optimizer_state_of_other_shapes_needs_stage_0(stage: int, tmp_path: Path) -> None:
     def trained(rows: bool = False) -> Any:
         model, settings = net(), {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
         engine, *_ = deepspeed.initialize(
@@ -279,7 +279,7 @@ class Parts(nn.Module):
 
 
 @pytest.mark.parametrize(("wanted", "found"), [(None, torch.float32), ("bf16", torch.bfloat16)])
-def test_buffers_and_leaf_modules_as_the_configuration_says(
+def test_buffer_dtype_and_leaf_modules_follow_the_configuration(
     wanted: str | None, found: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("triax"), "level", logging.WARNING)
@@ -332,7 +332,7 @@ def decays() -> list[float]:
     return found
 
 
-def test_adamw_decays_as_deepspeeds(ranks: Any) -> None:
+def test_the_default_weight_decay_of_adamw_is_deepspeeds(ranks: Any) -> None:
     """DeepSpeed's fused AdamW has a default of 0, torch's one of 0.01."""
     assert ranks(1, decays) == [[0.0, 0.1, 0.01]]
 
@@ -341,8 +341,7 @@ def test_small_parameters_stay_whole_in_stage_3(ranks: Any) -> None:
     assert ranks(2, small) == [([True, False], [True, False])] * 2
 
 
-def test_a_file_of_weights_is_checked_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A URI made the folder ``memory:`` here, and any value was taken for the flag."""
+def test_saving_weights_checks_its_arguments_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     engine = deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})[0]
     with pytest.raises(ConfigError, match="is a URI, but this is written to a local folder"):

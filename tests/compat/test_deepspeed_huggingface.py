@@ -143,7 +143,9 @@ def run(count: int, job: str, installed: bool, *words: str) -> dict[str, Any]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("own_optimizer", [False, True])
 @pytest.mark.parametrize("stage", OF_STAGE)
-def test_transformers_trainer_with_a_file_for_zero(tmp_path: Path, stage: int, own_optimizer: bool) -> None:
+def test_transformers_trainer_with_a_zero_file_trains_as_without(
+    tmp_path: Path, stage: int, own_optimizer: bool
+) -> None:
     """Losses equal one process's without DeepSpeed; a run resumes from its checkpoint; the folder is transformers'."""
     config = {**ZERO, "zero_optimization": {**ZERO["zero_optimization"], **OF_STAGE[stage]}}
     config |= {} if own_optimizer else {"optimizer": OPTIMIZER}

@@ -74,7 +74,7 @@ def sharded(size: int) -> dict[str, Any]:
     return results
 
 
-def test_tensor_parallel_equals_one_process(ranks: Any) -> None:
+def test_inference_on_two_tensor_ranks_equals_one_process(ranks: Any) -> None:
     (wanted,) = ranks(1, sharded, 1)
     found = ranks(2, sharded, 2, timeout=120)
     for result in found:
@@ -90,7 +90,7 @@ def test_tensor_parallel_equals_one_process(ranks: Any) -> None:
     assert wanted["loss"] != wanted["int8"] == pytest.approx(wanted["loss"], rel=0.2)
 
 
-def test_a_pipeline_module_generates() -> None:
+def test_inference_of_a_pipeline_module_generates_as_triax() -> None:
     module = triax.PipelineModule(gpt_layers(GPT), dtype=torch.float64)
     engine = deepspeed.init_inference(module, max_tokens=12)
     assert engine(IDS).shape == (2, 4, 53) and engine.engine.max_length == 12
@@ -161,7 +161,7 @@ class Turned(nn.Module):
         return self.linear(x) * self.table
 
 
-def test_models_on_the_meta_device_get_every_value(tmp_path: Path) -> None:
+def test_inference_fills_every_value_of_meta_device_models(tmp_path: Path) -> None:
     """Checkpoints lack the tables of rotary positions, and have a tied weight once."""
     import transformers
 

@@ -26,7 +26,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def test_every_key_sets_the_options_that_it_set() -> None:
+def test_every_key_sets_its_recorded_options() -> None:
     defaults = flat(EngineOptions().plain())
     for config, expected in ANSWERS:
         if expected is None:
@@ -38,7 +38,7 @@ def test_every_key_sets_the_options_that_it_set() -> None:
             assert {path: value for path, value in options.items() if defaults.get(path, "-") != value} == expected
 
 
-def test_every_key_has_an_answer() -> None:
+def test_every_key_has_a_recorded_answer() -> None:
     asked = {path for config, _ in ANSWERS for path in paths(config)}
     known = {path for path, _ in keys()} | {section.path for section in table().walk() if section.path}
     assert len(known) == 336 and known <= asked

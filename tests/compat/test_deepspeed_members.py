@@ -66,7 +66,7 @@ def members() -> list[Any]:
     return [engine.global_rank, engine.local_rank, engine.mp_world_size, engine.steps_per_print()]
 
 
-def test_members_of_the_engine(ranks: Any) -> None:
+def test_engine_members_return_their_values_on_each_rank(ranks: Any) -> None:
     assert ranks(2, members) == [[0, 0, 1, 7], [1, 1, 1, 7]]
 
 
@@ -116,7 +116,7 @@ def pipeline() -> list[Any]:
     return [engine.is_first_stage(), engine.is_last_stage(), engine.micro_batches, grid.stage_to_global(1)]
 
 
-def test_members_of_the_pipeline_engine(ranks: Any) -> None:
+def test_pipeline_engine_members_return_their_values(ranks: Any) -> None:
     assert ranks(2, pipeline) == [[True, False, 2, 1], [False, True, 2, 1]]
 
 
@@ -179,7 +179,7 @@ def test_another_optimizer_is_refused_after_the_start() -> None:
             owner._INSTRUCTION_MAP  # noqa: B018
 
 
-def test_an_assignment_that_acts_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assignments_with_an_effect_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-NeoX sets the number of microbatches of an evaluation; others wrap methods, and set a schedule."""
     engine = pipeline_of_one()
     data = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in range(2)]
@@ -253,12 +253,12 @@ def swapped(cells: list[tuple[int, bool]]) -> None:
             engine.offload_states(device="nvme")
 
 
-def test_states_wait_in_host_memory(ranks: Any) -> None:
+def test_training_is_equal_after_states_move_to_host_memory(ranks: Any) -> None:
     swapped([(0, False), (1, True)])
     ranks(2, swapped, [(2, True), (3, False), (3, True)])
 
 
-def test_two_configurations_are_refused() -> None:
+def test_initialize_refuses_two_configurations_or_none() -> None:
     args = type("Args", (), {"deepspeed_config": "a.json"})()
     for kind in (AssertionError, ValueError, deepspeed.DeepSpeedConfigError):
         with pytest.raises(kind, match=r"args\.deepspeed_config='a\.json' and config=: leave one out"):
@@ -336,7 +336,7 @@ def with_mpu(outer: bool) -> tuple[Any, ...]:
     return engine.mp_world_size, engine.dp_world_size, engine.grid.tensor.ranks, engine.mpu is mpu
 
 
-def test_an_mpu_is_the_grid(ranks: Any) -> None:
+def test_an_mpu_gives_the_axes_of_the_grid(ranks: Any) -> None:
     assert ranks(4, with_mpu, False)[3] == (2, 2, (2, 3), True)
     assert ranks(4, with_mpu, True)[3] == (2, 2, (1, 3), True)
 
@@ -359,24 +359,24 @@ def mesh_of_the_configuration() -> tuple[int, int]:
     return engine.dp_world_size, dist.get_world_size(engine.seq_parallel_group)
 
 
-def test_the_configuration_chooses_the_axes(ranks: Any) -> None:
+def test_the_deepspeed_configuration_chooses_the_grid_axes(ranks: Any) -> None:
     assert ranks(2, mesh_of_the_configuration) == [(1, 2)] * 2
 
 
-def test_the_configuration_chooses_the_stages(ranks: Any) -> None:
+def test_the_deepspeed_configuration_chooses_the_stages(ranks: Any) -> None:
     found = ranks(2, from_the_configuration, True)
     assert found[0] == found[1] and found[0][0] == 2
     assert ranks(2, from_the_configuration, False)[0][0] == 2
 
 
-def test_a_loader_is_no_training_data() -> None:
+def test_a_data_loader_as_training_data_is_refused() -> None:
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 2)))
     with pytest.raises(ValueError, match=r"training_data=loader\.dataset"):
         deepspeed.initialize(model=net(), config=config(), training_data=loader)
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_the_local_rank_reaches_the_script(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_add_config_arguments_gives_scripts_their_local_rank(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "RANK": "5",
         "WORLD_SIZE": "8",
@@ -410,7 +410,7 @@ def test_a_dropped_deepspeed_engine_is_freed_at_once() -> None:
     assert freed
 
 
-def test_an_evaluation_takes_no_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_throughput_timer_does_not_count_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     engine: Any = deepspeed.initialize(model=nn.Linear(2, 1), config=config("SGD", 2, 2))[0]

@@ -85,7 +85,7 @@ def use_fragments(stage: int) -> dict[str, Any]:
         (3, 2),
     ],
 )
-def test_fragments_are_one_processs(ranks: Any, stage: int, size: int) -> None:
+def test_parameter_fragments_equal_values_of_one_process(ranks: Any, stage: int, size: int) -> None:
     """Gradients, weights and state are those of one process in plain PyTorch, over the same batch."""
     plain = model()
     sources = [2 * microbatch + rank for microbatch in range(2) for rank in range(size)]
@@ -142,7 +142,7 @@ def set_gradients(stage: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("stage", "size"), [(0, 1), (0, 2), (1, 2), (2, 1), (2, 2), (3, 2)])
-def test_a_gradient_that_is_set_is_one_of_the_step(ranks: Any, stage: int, size: int) -> None:
+def test_a_gradient_that_user_code_sets_is_used_in_the_step(ranks: Any, stage: int, size: int) -> None:
     """A parameter without a gradient is left out, by momentum and decay too; one whose gradient is set is stepped."""
     plain = Branches()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=LR, weight_decay=0.1)
@@ -182,7 +182,7 @@ def use_comm() -> dict[str, Any]:
     }
 
 
-def test_comm_has_the_collectives(ranks: Any) -> None:
+def test_deepspeed_comm_computes_its_collectives(ranks: Any) -> None:
     for rank, seen in enumerate(ranks(2, use_comm_in_group)):
         inside = [0] if rank == 0 else None
         expected = {"total": 3.0, "gathered": [0.0, 1.0], "objects": [0, 1], "inside": inside, "global": 1, "mesh": 2}
@@ -204,7 +204,7 @@ def test_init_distributed_takes_an_address(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_accelerator_of_a_cpu() -> None:
+def test_the_cpu_accelerator_has_deepspeeds_members() -> None:
     device = get_accelerator()
     assert device is get_accelerator() and accelerator.is_current_accelerator_supported()
     assert (device.device_name(), device.device_name(1), device.current_device_name()) == ("cpu", "cpu", "cpu")
@@ -260,7 +260,7 @@ def test_fused_and_cpu_adam_step_as_torchs_adam(adam_w: bool) -> None:
         optimizers.FusedAdam(fused.parameters(), bias_correction=False)
 
 
-def test_the_state_of_bf16_parameters_is_fp32() -> None:
+def test_cpu_adam_keeps_fp32_state_of_bf16_parameters() -> None:
     start = torch.randn(64).bfloat16()
     low, high, own = (nn.Parameter(start.clone()), nn.Parameter(start.float()), nn.Parameter(start.clone()))
     found, wanted = optimizers.DeepSpeedCPUAdam([low]), torch.optim.AdamW([high], weight_decay=0.0)
@@ -297,7 +297,7 @@ def test_deepspeeds_topology_numbers_ranks_as_triaxs() -> None:
     assert topology.PipeDataParallelTopology(num_pp=2, num_dp=4).dims == [2, 4]
 
 
-def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
+def test_fp32_weights_are_read_from_a_checkpoint(tmp_path: Path) -> None:
     config = {"train_batch_size": 2, "bf16": {"enabled": True}, "optimizer": {"type": "Adam", "params": {"lr": LR}}}
     engine, *_ = deepspeed.initialize(model=model().float(), config=config)
     engine.backward(engine(batch(0)).square().mean())
@@ -319,7 +319,7 @@ def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
         fp32_state_dict.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "out"))
 
 
-def test_shared_weights_have_all_their_names(tmp_path: Path) -> None:
+def test_converted_checkpoints_keep_all_names_of_shared_weights(tmp_path: Path) -> None:
     def tied() -> nn.Sequential:
         made = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         made[1].weight = made[0].weight
@@ -375,7 +375,7 @@ def test_deepspeeds_utilities_log_and_measure(caplog: pytest.LogCaptureFixture) 
     assert utils.has_moe_layers(net) == (False, 0)
 
 
-def test_configuration_has_the_batch_sizes() -> None:
+def test_deepspeed_config_computes_the_batch_sizes() -> None:
     config = configuration.DeepSpeedConfig(
         {
             "train_batch_size": 8,
@@ -388,7 +388,7 @@ def test_configuration_has_the_batch_sizes() -> None:
     assert config.gradient_clipping == 0.0 and config.scheduler_name is None and config.optimizer_params == {"lr": LR}
 
 
-def test_monitors_without_an_engine(tmp_path: Path) -> None:
+def test_monitors_write_files_without_an_engine(tmp_path: Path) -> None:
     from triax.compat.deepspeed import DeepSpeedConfig
     from triax.compat.deepspeed.monitor.config import DeepSpeedMonitorConfig  # type: ignore[import-not-found]
     from triax.compat.deepspeed.monitors import MonitorMaster, csvMonitor

@@ -109,7 +109,7 @@ def plain(options: dict[str, Any]) -> dict[str, Tensor]:
         {"k": 2, "drop_tokens": False, "noisy_gate_policy": "Jitter"},
     ],
 )
-def test_it_is_the_sum_over_the_experts_of_each_token(ranks: Any, options: dict[str, Any]) -> None:
+def test_deepspeed_moe_equals_the_sum_over_the_experts(ranks: Any, options: dict[str, Any]) -> None:
     wanted = plain(options)
     for found in (train(1, 0, options), ranks(2, train, 2, 3, options)[0]):
         found.pop("counts")
@@ -118,7 +118,7 @@ def test_it_is_the_sum_over_the_experts_of_each_token(ranks: Any, options: dict[
             torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_a_residual_expert_and_padding() -> None:
+def test_padding_tokens_get_the_residual_expert_only() -> None:
     expert = nn.Linear(D, D)
     layer = MoE(D, expert, num_experts=2, use_residual=True, drop_tokens=False)
     x = torch.randn(1, 4, D)
@@ -130,7 +130,7 @@ def test_a_residual_expert_and_padding() -> None:
 
 
 @pytest.mark.parametrize("options", [{"drop_tokens": False}, {}, {"use_residual": True}])
-def test_sequences_without_tokens_add_nothing(options: dict[str, Any]) -> None:
+def test_moe_inputs_without_tokens_add_nothing(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     layer = MoE(D, nn.Linear(D, D), E, min_capacity=9, **options).double()
     x = torch.randn(1, 4, D, dtype=torch.float64)
@@ -144,7 +144,7 @@ def test_sequences_without_tokens_add_nothing(options: dict[str, Any]) -> None:
     torch.testing.assert_close(torch.autograd.grad(total, [*layer.parameters()]), wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_noise_of_the_gate(caplog: pytest.LogCaptureFixture) -> None:
+def test_gate_noise_has_the_distribution_of_its_policy(caplog: pytest.LogCaptureFixture) -> None:
     """RSample draws each expert with the probability of its score; Jitter's factors are from 0.99 to 1.01."""
     layer = MoE(D, nn.Linear(D, D), E, noisy_gate_policy="RSample", drop_tokens=False)
     x = torch.randn(D, generator=torch.Generator().manual_seed(0)).expand(1, 20000, D)
@@ -196,7 +196,7 @@ def test_models_of_different_ep_size_have_a_grid_each(ranks: Any) -> None:
         ({"expert": AuxiliaryLayer()}, "the expert is of class AuxiliaryLayer, which .* their losses would be lost"),
     ],
 )
-def test_what_is_not_there_is_refused(options: dict[str, Any], text: str) -> None:
+def test_unsupported_moe_options_are_refused(options: dict[str, Any], text: str) -> None:
     arguments = {"expert": nn.Linear(D, D), **copy.deepcopy(options)}
     with pytest.raises(ValueError, match=text):
         MoE(D, **arguments)

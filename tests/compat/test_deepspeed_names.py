@@ -35,7 +35,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
-def test_sub_modules_answer_under_both_names(installed: None) -> None:
+def test_submodules_are_imported_under_both_names(installed: None) -> None:
     here = importlib.import_module("triax.compat.deepspeed.runtime.lr_schedules")
     assert importlib.import_module("deepspeed.runtime.lr_schedules") is here
     assert here.__spec__ is not None and here.__spec__.name == here.__name__
@@ -68,7 +68,7 @@ def test_libraries_find_deepspeed_and_its_version(installed: None) -> None:
     adapter.install()  # a second call does nothing
 
 
-def test_a_script_runs_as_it_is(
+def test_a_deepspeed_script_runs_unchanged(
     installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "beside.py").write_text("value = 3\n")
@@ -99,7 +99,7 @@ def test_install_refuses_to_replace_deepspeed_itself(monkeypatch: pytest.MonkeyP
         adapter.install()
 
 
-def test_a_missing_name_raises_its_sentence(installed: None) -> None:
+def test_importing_a_missing_name_raises_its_sentence(installed: None) -> None:
     with pytest.raises(AttributeError, match=r"deepspeed\.DeepSpeedHybridEngine: triax has no hybrid engine: train"):
         adapter.DeepSpeedHybridEngine  # type: ignore[attr-defined]  # noqa: B018
     for statement, told in (
@@ -115,7 +115,7 @@ def test_a_missing_name_raises_its_sentence(installed: None) -> None:
         adapter.zero.nonsense  # noqa: B018
 
 
-def test_names_of_gpt_neox_and_diffusion_pipe(
+def test_imports_of_gpt_neox_and_diffusion_pipe_are_answered(
     installed: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What the two programs import of DeepSpeed: present, or answered by what to use instead."""

@@ -32,7 +32,7 @@ SECTION = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [
 
 
 @pytest.mark.parametrize(("settings", "wanted"), DEEPSPEED)
-def test_sizes_are_those_of_deepspeed(settings: Any, wanted: Any) -> None:
+def test_elastic_batch_sizes_equal_those_of_deepspeed(settings: Any, wanted: Any) -> None:
     version, largest, micros, least, most, larger, parallel, per_node, replicas = settings
     found = section(
         "elasticity",
@@ -64,7 +64,7 @@ def test_an_engine_takes_the_sizes_for_its_replicas() -> None:
         assert batch_sizes(parse_config(again), replicas) == taken
 
 
-def test_a_number_that_does_not_fit_is_refused_with_those_that_do() -> None:
+def test_an_error_for_a_wrong_replica_count_names_those_that_fit() -> None:
     with pytest.raises(ConfigError, match=r"but 17 is not one of them: start 14, 15, 20, 21"):
         batch_sizes(parse_config({"elasticity": SECTION}), 17)
 
@@ -80,7 +80,7 @@ def test_a_number_that_does_not_fit_is_refused_with_those_that_do() -> None:
         ({"max_train_batch_size": 5}, "has 6, but a step has at most 5"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:
+def test_invalid_elasticity_settings_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config({"elasticity": SECTION | changes})
 
@@ -93,6 +93,6 @@ def test_batch_sizes_outside_the_section_are_refused_or_ignored() -> None:
     assert batch_sizes(parse_config({"train_batch_size": 8, "elasticity": False}), 8).train == 8
 
 
-def test_the_command_for_hosts_that_come_and_go() -> None:
+def test_elasticity_prints_the_command_for_1_to_8_hosts() -> None:
     found = section("elasticity", enabled=True, micro_batch_sizes=(2, 4, 6), num_gpus_per_node=8, max_gpus=64)
     assert "triax run --nnodes 1:8 --nproc 8" in described(found)

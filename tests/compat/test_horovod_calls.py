@@ -63,7 +63,7 @@ def separate_losses() -> list[Tensor]:
         return moved
 
 
-def test_losses_of_their_own_and_parameters_added_later(ranks: Any) -> None:
+def test_separate_losses_and_later_parameters_are_averaged(ranks: Any) -> None:
     for moved in ranks(2, separate_losses):
         for found, wanted in zip(moved, (-0.3, -0.2, -0.6, -0.2, -0.045, -0.01), strict=True):
             torch.testing.assert_close(found, torch.full_like(found, wanted), rtol=1e-12, atol=1e-12)
@@ -115,7 +115,7 @@ def scheduled(how: str) -> tuple[list[list[float]], list[Tensor]]:
 
 
 @pytest.mark.parametrize("how", ["distributed", "wrapped", "loaded"])
-def test_a_scheduler_outlives_the_state_that_is_loaded(ranks: Any, how: str) -> None:
+def test_a_scheduler_goes_on_after_optimizer_state_is_loaded(ranks: Any, how: str) -> None:
     first, second = ranks(2, scheduled, how)
     assert first[0] == second[0] == [[0.025, 0.01], [0.0125, 0.005], [0.00625, 0.0025]]
     assert same(first[1], second[1])
@@ -132,7 +132,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_state_from_one_rank(ranks: Any, kind: str) -> None:
+def test_broadcasts_copy_optimizer_state_from_rank_1_to_rank_0(ranks: Any, kind: str) -> None:
     assert all(ranks(2, alike, kind))
 
 
@@ -160,12 +160,12 @@ def wide_momentum_of_a_rank(steps: int) -> tuple[Tensor, Tensor]:
         return wide_momentum(steps)
 
 
-def test_state_that_is_wider_than_its_weights_is_not_rounded(ranks: Any) -> None:
+def test_broadcasts_do_not_round_fp32_state_of_bf16_weights(ranks: Any) -> None:
     wanted = wide_momentum(3)
     assert all(same(found, wanted) for found in ranks(2, wide_momentum_of_a_rank, 3))
 
 
-def test_buffers_and_other_things_of_a_state_dict() -> None:
+def test_broadcast_parameters_takes_buffers_and_numbers() -> None:
     with started():
         model = nn.BatchNorm1d(3)
         hvd.broadcast_parameters({**model.state_dict(), "version": 3})
@@ -292,7 +292,7 @@ def test_the_horovod_loop_of_the_docs_lowers_its_loss(ranks: Any) -> None:
         assert len(losses) == 20 and losses[-1] < losses[0] and others == [[]] * (count - 1)
 
 
-def test_the_documented_names_are_all_there() -> None:
+def test_the_horovod_page_lists_the_names_of_the_module() -> None:
     """Each name in the table's left column exists in triax.compat.horovod, and each name there is in the table."""
     text = (DOCS / "horovod.md").read_text()
     rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]

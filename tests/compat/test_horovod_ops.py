@@ -243,7 +243,7 @@ def conjugates() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_every_operation_is_its_formula(ranks: Any, count: int) -> None:
+def test_every_horovod_operation_equals_its_formula(ranks: Any, count: int) -> None:
     for work in (reductions, gradients, moves, conjugates):
         ranks(count, work)
 
@@ -295,7 +295,7 @@ def unlike() -> list[str]:
     return said
 
 
-def test_ranks_that_call_different_things_all_hear_of_it(ranks: Any) -> None:
+def test_calls_that_differ_between_ranks_are_an_error_on_each(ranks: Any) -> None:
     first, *others = ranks(2, unlike)
     assert all(said == first for said in others)
     assert first[0].startswith(
@@ -317,7 +317,7 @@ def fails_alone() -> None:
         hvd.allreduce(torch.ones(1), name="the loss")
 
 
-def test_a_rank_that_is_gone_is_not_waited_for(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_not_wait_for_a_rank_that_failed(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "GRACE", 20.0)  # the other rank asks for seconds which rank is gone
     with pytest.raises(RankFailure) as error:
         ranks(2, fails_alone)
@@ -359,7 +359,7 @@ def test_horovod_operations_refuse_wrong_arguments(call: Any, words: str) -> Non
         assert hvd.join() == 0 and hvd.allreduce(torch.ones(1), process_set=hvd.global_process_set).item() == 1.0
 
 
-def test_alltoall_alone_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alltoall_works_on_a_single_gpu_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A single process on a GPU has no process group through which NCCL could exchange."""
     with started():
         monkeypatch.setattr(Tensor, "is_cuda", True)
@@ -383,11 +383,11 @@ def again() -> float:
     return total
 
 
-def test_init_works_again_after_shutdown(ranks: Any) -> None:
+def test_hvd_init_works_again_after_shutdown(ranks: Any) -> None:
     assert ranks(2, again, init_group=False) == [4.0, 4.0]
 
 
-def test_what_is_refused_on_several_ranks(ranks: Any) -> None:
+def test_wrong_horovod_calls_are_refused_on_several_ranks(ranks: Any) -> None:
     ranks(2, refused_on_several)
 
 

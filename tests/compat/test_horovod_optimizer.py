@@ -140,7 +140,7 @@ def distributed(kind: str, passes: int, steps: int, how: str, **options: Any) ->
         (2, "SGD", 1, "idle, zeroed in place", {}),
     ],
 )
-def test_weights_are_those_of_one_process(
+def test_horovod_weights_equal_those_of_one_process(
     ranks: Any, count: int, kind: str, passes: int, how: str, options: dict[str, Any]
 ) -> None:
     """Zeros are gradients, as in torch: weight decay and momentum still act. A rank without a batch gives zeros."""
@@ -149,7 +149,7 @@ def test_weights_are_those_of_one_process(
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
 
 
-def test_gradients_and_state_are_held_once(ranks: Any) -> None:
+def test_horovod_holds_gradients_and_state_once(ranks: Any) -> None:
     ranks(2, held)
 
 
@@ -182,7 +182,7 @@ def overlapped() -> list[str]:
         return calls
 
 
-def test_the_reduction_overlaps_the_backward_pass(ranks: Any) -> None:
+def test_horovod_averaging_overlaps_the_backward_pass(ranks: Any) -> None:
     for calls in ranks(2, overlapped):
         first, last = " ".join(calls).split(" step")[0].split("pass")[1:]
         assert first.count("reduce") == 0 and last.count("reduce") == 3
@@ -262,7 +262,7 @@ def closures_too_much() -> None:
 
 
 @pytest.mark.parametrize("work", [steps_too_much, closures_too_much])
-def test_gradients_of_the_step_before_are_not_sent_again(ranks: Any, work: Callable[[], None]) -> None:
+def test_old_gradients_without_a_backward_pass_are_an_error(ranks: Any, work: Callable[[], None]) -> None:
     with pytest.raises(RankFailure) as failure:
         ranks(2, work)
     assert "call optimizer.zero_grad(); optimizer.step()" in failure.value[1].text
@@ -287,7 +287,7 @@ def by_hand() -> list[float]:
         return found
 
 
-def test_gradients_that_are_written_by_hand(ranks: Any) -> None:
+def test_gradients_written_by_hand_are_averaged(ranks: Any) -> None:
     assert ranks(2, by_hand) == [[-18.0] * 3] * 2  # 0.5 + 1.5 + ... + 5.5
 
 
@@ -321,7 +321,7 @@ def odd_gradients(capacity: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("capacity", [1, 2**24])
-def test_gradients_that_share_memory_or_are_conjugates(ranks: Any, capacity: int) -> None:
+def test_gradients_with_shared_memory_or_conjugates_are_averaged(ranks: Any, capacity: int) -> None:
     parameters = odd_parameters()
     optimizer = torch.optim.SGD(parameters, lr=0.01)
     for _ in range(2):
@@ -363,8 +363,6 @@ def scaled(fused: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_torchs_grad_scaler_waits_for_the_averages(ranks: Any, fused: bool) -> None:
-    """The scaler unscaled gradients while they were being sent: weights were wrong, and unlike on every rank."""
-
     def plain(optimizer: Any, model: nn.Module) -> Any:
         optimizer.synchronize = lambda: None
         return optimizer

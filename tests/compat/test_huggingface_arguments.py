@@ -44,7 +44,7 @@ def with_options(out: str, replicas: int, config: Any, options: dict[str, Any]) 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
 @pytest.mark.parametrize(("grid", "stage"), [((2, 1), 3), ((1, 2), 0), ((2, 2), 2)], ids=str)
-def test_other_arguments_act_as_ever(
+def test_trainer_arguments_act_as_in_transformers(
     ranks: Any, tmp_path: Path, options: dict[str, Any], grid: tuple[int, int], stage: int
 ) -> None:
     (wanted,) = ranks(1, with_options, str(tmp_path / "plain"), 1, None, options)
@@ -101,7 +101,7 @@ def by_the_configuration(out: str) -> dict[str, Any]:
     return {"found": found, "again": told(resumed), "scheduler": type(trainer.lr_scheduler).__name__}
 
 
-def test_optimizer_and_schedule_of_the_configuration(ranks: Any, tmp_path: Path) -> None:
+def test_the_trainer_uses_optimizer_and_schedule_of_the_file(ranks: Any, tmp_path: Path) -> None:
     (result,) = ranks(1, by_the_configuration, str(tmp_path / "out"), timeout=120)
     assert result["scheduler"] == "WarmupDecayLR"
     rate, warm, total = 1e-2, 3, 6
@@ -130,7 +130,7 @@ def autos(section: dict[str, Any], prefix: str = "") -> set[str]:
     return found.union(*(autos(value, f"{prefix}{key}.") for key, value in inner))
 
 
-def test_the_command_config_explains_what_a_trainer_fills_in(tmp_path: Path) -> None:
+def test_triax_config_explains_values_that_a_trainer_fills_in(tmp_path: Path) -> None:
     from transformers import TrainingArguments
 
     path = tmp_path / "ds_config.json"
@@ -192,7 +192,7 @@ def test_auto_values_follow_hugging_faces_formulas() -> None:
     assert second.from_run(Arguments(), 8, 1)["zero_optimization"]["stage3_prefetch_bucket_size"] == "auto"
 
 
-def test_what_hugging_faces_own_code_fills_in() -> None:
+def test_auto_values_equal_those_of_transformers_own_code() -> None:
     """Against transformers' integration itself, which needs no DeepSpeed for this much."""
     from types import SimpleNamespace
 
@@ -236,7 +236,7 @@ def test_what_hugging_faces_own_code_fills_in() -> None:
     assert found == reference.config
 
 
-def test_arguments_that_changed_are_filled_in_anew() -> None:
+def test_changed_arguments_fill_in_auto_values_anew() -> None:
     class Later(Arguments):
         learning_rate, max_grad_norm, weight_decay, adam_beta2 = 1e-3, 0.3, 0.2, 0.9
 
@@ -254,7 +254,7 @@ def test_arguments_that_changed_are_filled_in_anew() -> None:
         written.from_run(Later(), 96, 200)
 
 
-def test_mismatches_are_told_together() -> None:
+def test_all_mismatches_are_named_in_one_error() -> None:
     config = json.loads(json.dumps(CONFIG))
     config["train_batch_size"] = 61
     config["optimizer"]["params"]["lr"] = 1e-3
@@ -275,7 +275,7 @@ def test_mismatches_are_told_together() -> None:
     assert told.count("\n- ") == 4
 
 
-def test_what_is_absent_comes_from_the_arguments() -> None:
+def test_absent_keys_come_from_the_trainers_arguments() -> None:
     values = AutoValues({})
     values.from_arguments(Arguments(), replicas=2)
     found = values.from_run(Arguments(), None, 10)
@@ -325,7 +325,7 @@ def test_contradicting_training_arguments_are_refused(tmp_path: Path) -> None:
         values.from_run(Arguments(), 8, 1)
 
 
-def test_arguments_are_transformers_own_and_travel(tmp_path: Path) -> None:
+def test_arguments_are_parsed_by_transformers_and_pickled(tmp_path: Path) -> None:
     """deepspeed= is taken for triax=; JSON and files too; a copy of the arguments knows its grid."""
     import transformers
 
@@ -345,7 +345,7 @@ def test_arguments_are_transformers_own_and_travel(tmp_path: Path) -> None:
     assert copied._grid is None and copied.grid.size == 1
 
 
-def test_two_trainers_of_the_same_arguments(tmp_path: Path) -> None:
+def test_two_trainers_may_share_their_arguments(tmp_path: Path) -> None:
     args = triax.TrainingArguments(str(tmp_path), gradient_accumulation_steps=2, report_to="none")
     for _ in range(2):
         trainer = triax.Trainer(model=model_of("gpt2"), args=args)
@@ -366,6 +366,6 @@ def changed(out: str) -> list[tuple[float, float]]:
     return found
 
 
-def test_arguments_may_change_behind_the_trainer(ranks: Any, tmp_path: Path) -> None:
+def test_arguments_changed_after_the_trainer_take_effect(ranks: Any, tmp_path: Path) -> None:
     (found,) = ranks(1, changed, str(tmp_path))
     assert found == [(0.3, 0.25), (0.2, 0.25)]

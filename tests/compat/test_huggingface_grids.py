@@ -57,7 +57,7 @@ SWEEP = [
     on(1, context=4),
 ]
 AGAIN = on(3, data=2)  # the grid of the second half
-# Replicas beside stages and tensor shards: test_lora_on_every_axis.
+# Replicas beside stages and tensor shards: test_lora_on_every_axis_trains_as_peft.
 CASES = [("llama", GRIDS[1], FEW)] + [
     pytest.param(case, each, STEPS, marks=pytest.mark.exhaustive)
     for case in ("gpt2", "llama")
@@ -114,7 +114,7 @@ MORE += [
     [*((*each, FEW) for each in ADAPTED), *(pytest.param(*each, STEPS, marks=pytest.mark.exhaustive) for each in MORE)],
     ids=str,
 )
-def test_lora_on_every_axis(
+def test_lora_on_every_axis_trains_as_peft(
     ranks: Any, plain: Any, tmp_path: Path, case: str, lora: str, options: dict[str, Any], steps: int
 ) -> None:
     """All steps equal those of PEFT with transformers' Trainer; adapters of a section begin with the same factors.
@@ -147,7 +147,7 @@ def test_lora_on_every_axis(
     ],
     ids=str,
 )
-def test_dropout_whole_layers_and_a_second_adapter(
+def test_adapters_with_dropout_and_whole_layers_train_as_peft(
     ranks: Any, plain: Any, tmp_path: Path, options: dict[str, Any], steps: int
 ) -> None:
     """PEFT's layers stay on tensor ranks. Two replicas draw other masks than one process: losses must be finite."""
@@ -170,7 +170,9 @@ def test_dropout_whole_layers_and_a_second_adapter(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("steps", [FEW, pytest.param(STEPS, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("lora", ["", "peft"])
-def test_resume_from_transformers_folder(ranks: Any, plain: Any, tmp_path: Path, lora: str, steps: int) -> None:
+def test_a_run_resumes_from_a_folder_of_transformers(
+    ranks: Any, plain: Any, tmp_path: Path, lora: str, steps: int
+) -> None:
     """The second half of transformers' own run, on two grids."""
     wanted, out = plain("llama", lora, steps)
     for number, options in enumerate((on(2, pipe=2, tensor=2), on(3, data=2))):

@@ -125,10 +125,9 @@ def plain(ranks: Any, tmp_path_factory: Any) -> Any:
 
 
 @pytest.mark.parametrize(("size", "replicas", "options", "kind"), GRIDS)
-def test_last_rows_count_once(
+def test_last_rows_of_an_epoch_count_once_on_every_grid(
     ranks: Any, plain: Any, tmp_path: Path, size: int, replicas: int, options: dict[str, Any], kind: str
 ) -> None:
-    """One replica filled its last batch with the epoch's first rows, and several did."""
     own = "means" if kind == "terms" else kind
     wanted = plain(own, 4 if KINDS[kind] is None else 4 // replicas)  # only items are counted over all replicas
     for found in ranks(size, run, str(tmp_path), replicas, options, kind, timeout=120):

@@ -44,7 +44,7 @@ def two_by_two(stage: int, **sections: Any) -> dict[str, Any]:
 SHORT = {"max_steps": 6, "eval_steps": 3, "save_steps": 3}  # with the short step at the end of an epoch
 
 
-def test_two_stages_then_one_process(ranks: Any, tmp_path: Path) -> None:
+def test_two_stages_and_a_resume_on_one_train_as_transformers(ranks: Any, tmp_path: Path) -> None:
     """The checkpoint resumes without a pipe axis, and the folder is transformers' own."""
     (wanted,) = ranks(1, run, str(tmp_path / "plain"), 1, None, **SHORT)
     out = str(tmp_path / "out")
@@ -94,7 +94,9 @@ GRIDS: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["gpt2", "llama"])
 @pytest.mark.parametrize("first", range(len(GRIDS)))
-def test_pipe_2_x_data_2_and_other_grids(ranks: Any, plain: Any, tmp_path: Path, case: str, first: int) -> None:
+def test_every_grid_with_pipe_trains_and_resumes_as_transformers(
+    ranks: Any, plain: Any, tmp_path: Path, case: str, first: int
+) -> None:
     """20 steps equal transformers' to 1e-10, and the second half of them again on another grid."""
     resume = None
     for number in (first, (first + 1) % len(GRIDS)):
@@ -111,7 +113,7 @@ def test_pipe_2_x_data_2_and_other_grids(ranks: Any, plain: Any, tmp_path: Path,
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", OTHERS)
-def test_two_stages_of_other_families(ranks: Any, tmp_path: Path, case: str) -> None:
+def test_two_stages_of_other_families_train_as_transformers(ranks: Any, tmp_path: Path, case: str) -> None:
     (wanted,) = ranks(1, run, str(tmp_path / "plain"), 1, None, case=case, **SHORT)
     for found in ranks(2, run, str(tmp_path / "out"), 1, {"grid": {"pipe": 2}}, case=case, timeout=120, **SHORT):
         near(found, wanted, 6)
@@ -132,7 +134,7 @@ def others(out: str, stage: int) -> dict[str, Any]:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [0, 3])
-def test_evaluation_first_best_model_and_bf16(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_bf16_runs_evaluate_first_and_load_the_best_model(ranks: Any, tmp_path: Path, stage: int) -> None:
     out = str(tmp_path / "out")
     for found in ranks(4, others, out, stage, timeout=240):
         assert found["losses"][0] < found["first"] and found["dtype"] == torch.bfloat16
@@ -190,7 +192,7 @@ def test_options_that_stages_cannot_run_are_errors_at_once(ranks: Any, tmp_path:
         assert "pad on the right" in padding
 
 
-def test_arguments_with_a_grid_travel(tmp_path: Path) -> None:
+def test_arguments_with_a_grid_are_parsed_and_pickled(tmp_path: Path) -> None:
     import transformers
 
     kind: Any = triax.TrainingArguments

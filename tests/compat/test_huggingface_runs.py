@@ -57,7 +57,7 @@ def classified(out: str, replicas: int, accumulation: int, config: Any) -> dict[
     return told(trainer)
 
 
-def test_a_loss_that_ignores_the_number_of_items(ranks: Any, tmp_path: Path) -> None:
+def test_losses_without_item_counts_train_as_transformers(ranks: Any, tmp_path: Path) -> None:
     """transformers' DDP multiplies such a loss by the replicas, and does not divide it by the microbatches."""
     (wanted,) = ranks(1, classified, str(tmp_path), 1, 1, None)
     for count, accumulation, stage in ((2, 2, 3), (1, 4, 0)):
@@ -103,8 +103,8 @@ def stepped(out: str, replicas: int) -> Tensor:
     return model.linear.weight.detach()
 
 
-def test_a_batch_without_labels_does_not_look_like_a_count(ranks: Any, tmp_path: Path) -> None:
-    """NaN is not equal to itself, but says nothing of whether the loss depends on ``num_items_in_batch``."""
+def test_a_microbatch_with_a_nan_loss_is_left_out_of_the_step(ranks: Any, tmp_path: Path) -> None:
+    """NaN is not equal to itself, but this does not show that the loss depends on ``num_items_in_batch``."""
     plain, rows = MeanLoss(), Rows()
     for first in (0, 4, 6):
         x, labels = (torch.stack([rows[first][key], rows[first + 1][key]]) for key in ("x", "labels"))
@@ -248,9 +248,7 @@ FAULTS = {
 }
 
 
-def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It ended raw, or said how to start from the beginning, though an older checkpoint was whole."""
-
+def test_the_trainer_resumes_from_the_newest_whole_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def trainer() -> Any:
         return trainer_of("gpt2", str(tmp_path / "run"), 1, {}, max_steps=4, save_steps=2, eval_strategy="no")
 
@@ -287,7 +285,7 @@ def speeds(out: str, tensor: int) -> list[float]:
 
 
 def test_steps_per_second_of_an_evaluation_count_once(ranks: Any, tmp_path: Path) -> None:
-    """Tensor ranks counted as replicas: two of them halved the number."""
+    """Two tensor ranks of one replica are not counted as two replicas."""
     (wanted,) = ranks(1, speeds, str(tmp_path), 1)
     for found in ranks(2, speeds, str(tmp_path), 2):
         assert [round(steps) for steps in found] == [round(steps) for steps in wanted]
@@ -442,7 +440,7 @@ def cycled(out: str, resume: str | None = None) -> list[tuple[float, float]]:
     return found
 
 
-def test_a_resumed_schedule_has_its_betas(ranks: Any, tmp_path: Path) -> None:
+def test_a_resumed_schedule_continues_with_the_saved_betas(ranks: Any, tmp_path: Path) -> None:
     (wanted,) = ranks(1, cycled, str(tmp_path / "whole"))
     (found,) = ranks(1, cycled, str(tmp_path / "again"), f"{tmp_path}/whole/checkpoint-3")
     assert wanted[3][1] < 0.9 < wanted[0][1]  # not those that it begins with

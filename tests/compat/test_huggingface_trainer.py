@@ -72,7 +72,7 @@ def plain(ranks: Any, tmp_path_factory: Any) -> Any:
     return of
 
 
-def check(
+def require_equal_to_transformers(
     ranks: Any,
     plain: Any,
     tmp_path: Path,
@@ -123,12 +123,12 @@ def test_modules_that_peft_trains_whole_are_saved_in_stage_3(ranks: Any, tmp_pat
         assert torch.allclose(sharded[name], value, atol=2e-4), name
 
 
-def test_two_replicas_in_stage_3_then_one_process(ranks: Any, plain: Any, tmp_path: Path) -> None:
-    check(ranks, plain, tmp_path, "gpt2", (2, 1), 3, (1, 1, 1), FEW)
+def test_two_replicas_in_stage_3_resume_on_one_process(ranks: Any, plain: Any, tmp_path: Path) -> None:
+    require_equal_to_transformers(ranks, plain, tmp_path, "gpt2", (2, 1), 3, (1, 1, 1), FEW)
 
 
-def test_two_tensor_ranks_then_two_replicas(ranks: Any, plain: Any, tmp_path: Path) -> None:
-    check(ranks, plain, tmp_path, "llama", (1, 2), 1, (2, 1, 2), FEW)
+def test_two_tensor_ranks_resume_on_two_replicas(ranks: Any, plain: Any, tmp_path: Path) -> None:
+    require_equal_to_transformers(ranks, plain, tmp_path, "llama", (1, 2), 1, (2, 1, 2), FEW)
 
 
 SWEEP = [
@@ -141,13 +141,13 @@ SWEEP = [
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("case", "grid", "stage"), SWEEP, ids=str)
-def test_every_grid_and_stage(
+def test_every_grid_and_stage_trains_as_transformers(
     ranks: Any, plain: Any, tmp_path: Path, case: str, grid: tuple[int, int], stage: int
 ) -> None:
     """Each run resumes in the next stage, with other numbers of replicas and tensor ranks."""
     others = [other for other in ((1, 1), (2, 1), (2, 2), (1, 2), (4, 1)) if other != grid]
     data, tensor = others[(stage + len(case)) % len(others)]
-    check(ranks, plain, tmp_path, case, grid, stage, (data, tensor, (stage + 1) % 4))
+    require_equal_to_transformers(ranks, plain, tmp_path, case, grid, stage, (data, tensor, (stage + 1) % 4))
 
 
 def best(out: str, config: Any) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def best(out: str, config: Any) -> dict[str, Any]:
     return {"losses": losses, "again": again, "best": trainer.state.best_model_checkpoint, "kept": os.listdir(out)}
 
 
-def test_the_best_model_comes_back(ranks: Any, tmp_path: Path) -> None:
+def test_the_best_model_is_loaded_at_the_end(ranks: Any, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     first, second = ranks(2, best, out, zero(3), timeout=120)
     assert first["losses"] == second["losses"] and first["best"] == second["best"]
@@ -239,8 +239,8 @@ def recomputed(case: str, stage: int, section: dict[str, Any], itself: bool) -> 
 
 
 @pytest.mark.parametrize(("case", "stage"), [("gpt2", 1), ("llama", 3)])
-def test_activation_checkpointing_in_a_plain_loop(ranks: Any, case: str, stage: int) -> None:
-    """The section did nothing. Blocks that checkpoint by themselves are not recomputed twice."""
+def test_blocks_in_a_plain_loop_are_recomputed_exactly_once(ranks: Any, case: str, stage: int) -> None:
+    """By the section of the configuration, by the blocks themselves, or by both."""
     ((wanted, most, once),) = ranks(1, recomputed, case, stage, {}, False)
     for section, itself in (({"enabled": True}, False), ({"enabled": True}, True), ({}, True)):
         for found, saved, calls in ranks(2, recomputed, case, stage, section, itself):
@@ -287,7 +287,7 @@ def named_run(out: str) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_terms_and_metrics_are_logged(ranks: Any, tmp_path: Path, size: int) -> None:
+def test_the_trainer_logs_named_terms_and_metrics(ranks: Any, tmp_path: Path, size: int) -> None:
     rows, seen = ranks(size, named_run, str(tmp_path))[0]
     assert len(rows) == len(seen) == 3 and rows[2]["words"] < rows[0]["words"]
     for row, metrics in zip(rows, seen, strict=True):

@@ -124,7 +124,7 @@ def flat(value: Any) -> list[Any]:
     return [leaf for each in value for leaf in flat(each)] if isinstance(value, (list, tuple)) else [value]
 
 
-def test_numbers_are_those_of_lm_evals_own_class(ranks: Any, place: Path) -> None:
+def test_task_metrics_equal_those_of_lm_evals_own_class(ranks: Any, place: Path) -> None:
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM
 
@@ -181,7 +181,7 @@ def test_a_run_keeps_the_model_of_the_best_metric(ranks: Any, place: Path) -> No
     assert code == 0 and "endings/perplexity" in text and "choices/acc_norm" in text, error
 
 
-def test_tasks_that_cannot_run_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lm_eval_tasks_that_cannot_run_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for change, text in (
         ("evaluate.tasks=[missing.yaml]", "evaluate.tasks: there is no file missing.yaml"),
         ("evaluate.metric=endings/accuracy", "evaluate.metric: there is no metric 'endings/accuracy'; did you mean"),

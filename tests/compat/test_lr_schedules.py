@@ -174,7 +174,7 @@ CASES: list[tuple[str, dict[str, Any], Callable[[int, float], float]]] = [
 
 
 @pytest.mark.parametrize(("name", "params", "formula"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
-def test_each_schedule_is_its_formula(
+def test_each_learning_rate_schedule_equals_its_formula(
     name: str, params: dict[str, Any], formula: Callable[[int, float], float]
 ) -> None:
     for n, rates in enumerate(run(name, params)):
@@ -197,7 +197,7 @@ def test_one_cycle_moves_the_momentum_the_other_way() -> None:
 
 
 @pytest.mark.parametrize("case", [0, 4, 8, 10, 12])
-def test_a_schedule_goes_on_where_another_was(case: int) -> None:
+def test_a_loaded_schedule_continues_as_the_saved_one(case: int) -> None:
     name, params, _ = CASES[case]
     over, again = optimizer(), optimizer()
     make = schedulers.make_scheduler(name, params)
@@ -223,7 +223,7 @@ RECURSIVE = [("CosineAnnealingLR", {"T_max": 10}), ("ExponentialLR", {"gamma": 0
 
 @pytest.mark.parametrize("recursive", RECURSIVE, ids=str)
 @pytest.mark.parametrize("outer", ["SequentialLR", "ChainedScheduler"])
-def test_a_schedule_that_holds_a_closed_form_goes_on(outer: str, recursive: tuple[str, dict[str, Any]]) -> None:
+def test_nested_schedules_resume_in_either_order_of_loading(outer: str, recursive: tuple[str, dict[str, Any]]) -> None:
     """Either state is loaded first: rates go on as in the run that was not interrupted."""
     warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 1.0, "warmup_num_steps": 3, "warmup_type": "linear"}}
     parts = {"schedulers": [warmup, {"type": recursive[0], "params": recursive[1]}]}
@@ -285,7 +285,7 @@ def test_learning_rate_schedules_with_mistakes_are_refused(scheduler: Any, words
 
 
 @pytest.mark.parametrize("name", sorted(schedulers.names()))
-def test_every_schedule_that_is_known_can_be_made(name: str) -> None:
+def test_every_known_schedule_name_is_accepted(name: str) -> None:
     needed: dict[str, Any] = {
         "WarmupDecayLR": {"total_num_steps": 10},
         "WarmupCosineLR": {"total_num_steps": 10},
@@ -324,7 +324,7 @@ def test_the_engine_steps_the_schedule_after_each_batch() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [True, False], ids=["", "without its state"])
-def test_an_engine_that_loads_has_its_own_rates(tmp_path: Path, optimizer: bool) -> None:
+def test_a_loaded_schedule_uses_the_arguments_of_its_engine(tmp_path: Path, optimizer: bool) -> None:
     """The schedule continues from the saved step. Its arguments are this engine's, from the first step on."""
     x, y = torch.ones(2, 1, 2, dtype=torch.float64)
     adam = {"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}
@@ -372,7 +372,7 @@ def test_a_schedule_of_torchs_keeps_its_saved_rate(tmp_path: Path) -> None:
     assert second.get_lr() == first.get_lr() == [0.125]
 
 
-def test_a_plateau_is_one_of_the_batchs_loss() -> None:
+def test_reduce_lr_on_plateau_uses_the_loss_of_the_batch() -> None:
     made = engine({"type": "ReduceLROnPlateau", "params": {"patience": 1, "factor": 0.5}})
     x = torch.zeros(1, 2, dtype=torch.float64)
     rates = []

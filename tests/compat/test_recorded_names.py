@@ -89,12 +89,12 @@ DOORS: dict[str, Mapping[str, Any]] = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_no_answer_is_lost(door: str) -> None:
+def test_every_recorded_answer_is_unchanged(door: str) -> None:
     recorded = {name: answer for found, name, answer in RECORDED if found == door}
     assert recorded and json.loads(json.dumps({name: DOORS[door][name] for name in recorded})) == recorded
 
 
-def test_every_door_is_asked() -> None:
+def test_every_table_of_names_has_recorded_answers() -> None:
     assert {door for door, *_ in RECORDED} == {*DOORS} and len(RECORDED) > 850
 
 
@@ -108,5 +108,5 @@ def test_every_door_is_asked() -> None:
     ],
     ids=str,
 )
-def test_the_pages_print_the_tables(page: str, heads: tuple[str, str], rows: Mapping[str, str]) -> None:
+def test_pages_print_the_tables_of_the_data_files(page: str, heads: tuple[str, str], rows: Mapping[str, str]) -> None:
     assert markdown(*heads, rows) in (ROOT / f"docs/{page}.md").read_text()

@@ -152,7 +152,9 @@ def stage(number: int, **grid: int) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_trls_losses_on_every_grid(ranks: Any, tmp_path: Path, wanted: Any, count: int, case: Case) -> None:
+def test_trl_losses_on_every_grid_equal_trls_own(
+    ranks: Any, tmp_path: Path, wanted: Any, count: int, case: Case
+) -> None:
     """TRL multiplies by the output layer's weight itself, and a tensor rank has a part of it only."""
     plain, right = wanted
     for found in ranks(count, all_trained, str(tmp_path), case, timeout=300):
@@ -169,7 +171,7 @@ def test_trls_losses_on_every_grid(ranks: Any, tmp_path: Path, wanted: Any, coun
 
 
 @pytest.mark.exhaustive
-def test_grpo_on_two_replicas_beside_two_of_trl(ranks: Any, tmp_path: Path) -> None:
+def test_grpo_on_two_replicas_equals_two_processes_of_trl(ranks: Any, tmp_path: Path) -> None:
     """Each replica draws the answers that TRL's own process with its number draws; groups lie on both."""
     right = ranks(2, trained, str(tmp_path / "plain"), "GRPO", 2, None, timeout=300)[0]
     assert min(right["grad_norm"]) > 0
@@ -183,7 +185,7 @@ def test_grpo_on_two_replicas_beside_two_of_trl(ranks: Any, tmp_path: Path) -> N
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10)
 
 
-def test_where_trls_trainers_are_refused(ranks: Any, tmp_path: Path) -> None:
+def test_unsupported_grids_of_trl_trainers_are_refused(ranks: Any, tmp_path: Path) -> None:
     """The message comes when the arguments or the trainer are made, and names what to use."""
     for kind, message in (
         ("DPO", "DPOTrainer.compute_loss runs the whole model, but with pipe=2 .* use method: dpo of a training file"),

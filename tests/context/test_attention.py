@@ -146,27 +146,29 @@ def errors_on_rank(cases: list[Case]) -> list[float]:
     return found
 
 
-def check(ranks: Any, size: int, cases: list[Case]) -> None:
+def require_equal_to_plain(ranks: Any, size: int, cases: list[Case]) -> None:
     for found in ranks(size, errors_on_rank, cases, timeout=120):
         wrong = [(case, error) for case, error in zip(cases, found, strict=True) if not error < BOUND]
         assert not wrong, wrong
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_it_equals_plain_attention(ranks: Any, size: int) -> None:
+def test_context_parallel_attention_equals_plain_attention(ranks: Any, size: int) -> None:
     """A sample with all combinations of two properties, because 5 divides none of their numbers of values."""
-    check(ranks, size, (PLAIN + ODD + SPARSE)[::5] + SINKS[::5])
+    require_equal_to_plain(ranks, size, (PLAIN + ODD + SPARSE)[::5] + SINKS[::5])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_all_cases_equal_plain_attention(ranks: Any, size: int) -> None:
-    check(ranks, size, PLAIN + ODD + SPARSE + SINKS)
+def test_attention_with_every_option_equals_plain_attention(ranks: Any, size: int) -> None:
+    require_equal_to_plain(ranks, size, PLAIN + ODD + SPARSE + SINKS)
 
 
 @pytest.mark.parametrize("kernel", ["flash", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_blocks_merge_to_the_whole(kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_over_merged_blocks_equals_plain_attention(
+    kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three blocks of keys, one of them masked in part, by both kernels: output and gradients."""
     if kernel == "plain":
         monkeypatch.setattr(block, "_flash", lambda q, mask: False)
@@ -227,7 +229,7 @@ def half_on_rank() -> dict[Any, tuple[torch.dtype, float]]:
     return found
 
 
-def test_16_bits_and_autocast(ranks: Any) -> None:
+def test_attention_in_16_bits_keeps_float32_gradients(ranks: Any) -> None:
     for found in ranks(2, half_on_rank):
         for (kind, window, dtype), (grad, error) in found.items():
             assert grad == torch.float32, kind
@@ -274,7 +276,7 @@ def public_on_rank() -> list[float]:
     return found
 
 
-def test_heads_sharded_over_tensor(ranks: Any) -> None:
+def test_attention_on_sharded_heads_equals_plain_attention(ranks: Any) -> None:
     for found in ranks(4, public_on_rank):
         assert max(found) < BOUND
 
@@ -310,7 +312,7 @@ def wrong_on_rank() -> list[str]:
     return [*found, str(error.value)]
 
 
-def test_errors_on_several_ranks(ranks: Any) -> None:
+def test_attention_errors_on_several_ranks_say_what_to_give(ranks: Any) -> None:
     for found in ranks(2, wrong_on_rank):
         assert "Give the document numbers of the whole sequence on every rank" in found[0]
         assert "documents have 8 tokens, of which each of 2 ranks holds 4, but q has 8" in found[1]
@@ -323,7 +325,7 @@ def test_errors_on_several_ranks(ranks: Any) -> None:
     [{}, {"documents": torch.zeros(2, 32, dtype=torch.int64)}, {"window": 32}],
     ids=["plain", "one document", "whole window"],
 )
-def test_attention_on_one_rank_is_bitwise_torchs(options: dict[str, Any]) -> None:
+def test_attention_on_one_rank_equals_torch_bitwise(options: dict[str, Any]) -> None:
     (q, k, v, _), _ = tensors(Case())
     assert q.shape[2] == 32
     torchs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -340,7 +342,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_dry_run_stands_for_a_gpu_with_flash_kernels() -> None:
+def test_a_dry_run_counts_flash_kernels_not_plain_operations() -> None:
     """Not for the plain computation, whose hundreds of operations a dry run takes minutes for."""
     q, k = (torch.empty(1, heads, 4096, 128, dtype=torch.bfloat16, device="meta") for heads in (64, 8))
     with Operations() as operations:

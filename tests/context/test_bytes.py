@@ -94,7 +94,7 @@ def computed(mask: Mask, heads: int = 2, rank: int = 0, size: int = 1) -> int:
 
 @pytest.mark.parametrize("mode", ["fixed", "variable", "bigbird", "bslongformer"])
 @pytest.mark.parametrize("size", [1, 4])
-def test_work_is_proportional_to_the_blocks_kept(mode: str, size: int) -> None:
+def test_attention_computes_little_more_than_the_kept_blocks(mode: str, size: int) -> None:
     sparsity = make_sparsity({"mode": mode, "attention": "unidirectional", "different_layout_per_head": True})
     layout = sparsity.layout(2048, range(2))
     mask = Mask(2048, True, layout=layout, block=16)
@@ -104,7 +104,7 @@ def test_work_is_proportional_to_the_blocks_kept(mode: str, size: int) -> None:
     assert work < 0.5 * 2 * 2048**2 / 2
 
 
-def test_windows_and_documents_skip_blocks() -> None:
+def test_windows_and_documents_skip_masked_blocks() -> None:
     dense = 2 * 4096**2
     assert computed(Mask(4096, True, window=256)) <= 2 * 4096 * (256 + 2 * 128) * 1.2
     documents = torch.arange(4096)[None] // 512
@@ -112,6 +112,6 @@ def test_windows_and_documents_skip_blocks() -> None:
     assert computed(Mask(4096, False, documents=documents)) == dense / 8
 
 
-def test_a_layout_is_drawn_once() -> None:
+def test_a_sparse_layout_is_computed_once() -> None:
     sparsity = FixedSparsity(block=4)
     assert sparsity.layout(64) is sparsity.layout(64)

@@ -42,20 +42,20 @@ def test_the_programs_of_the_context_page_run(ranks: Any, name: str, size: int) 
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_training_prints_what_the_page_shows(ranks: Any, size: int, tmp_path: Path) -> None:
+def test_the_context_page_shows_what_its_training_prints(ranks: Any, size: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(programs(TEXT)["train.py"])
     (shown,) = [block.text for block in blocks(TEXT) if block.language == "text"]
     first, *others = ranks(size, program, ["train.py", str(size)], str(tmp_path))
     assert first == shown and not any(others)
 
 
-def test_all_programs_are_run_by_a_command() -> None:
+def test_the_context_page_has_a_command_for_each_program() -> None:
     assert list(programs(TEXT)) == ["train.py", "long.py", "sparse.py"]
     typed = [command for _, command in commands(TEXT)]
     assert all(any(name in command for command in typed) for name in programs(TEXT))
 
 
-def test_the_table_of_balance() -> None:
+def test_the_balance_table_of_the_context_page_is_true() -> None:
     length = 8192
     generator = torch.Generator().manual_seed(0)
     documents = (torch.rand(8, length, generator=generator) < 1 / 1024).cumsum(1)

@@ -34,7 +34,7 @@ def test_every_position_lies_on_one_rank(length: int, size: int, multiple: int) 
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_causal_mask_gives_every_rank_the_same_work(size: int) -> None:
+def test_zigzag_order_gives_ranks_equal_causal_work(size: int) -> None:
     work = [int((positions(4096, size, rank) + 1).sum()) for rank in range(size)]
     assert max(work) / (sum(work) / size) <= 1.02
 
@@ -69,7 +69,7 @@ def test_gather_is_the_inverse_of_shard(ranks: Any, size: int) -> None:
         assert torch.equal(total, (x + 1) * (size if partial else 1)), cases[0][:3]
 
 
-def test_one_rank_copies_nothing() -> None:
+def test_shard_and_gather_on_one_rank_copy_nothing() -> None:
     axis = Grid().data
     x = torch.ones(2, 3)
     assert shard(x, axis) is x

@@ -72,7 +72,7 @@ def scanned_all() -> list[tuple[list[Tensor], dict[str, float], dict[str, float]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_the_scan_is_the_recurrence(ranks: Any, count: int) -> None:
+def test_the_parallel_scan_equals_the_recurrence(ranks: Any, count: int) -> None:
     size = BATCH * HEADS * KEYS * VALUES * 8  # |S|, whatever the number of chunks
     every = [scanned_all()] if count == 1 else ranks(count, scanned_all)
     for rank, cases in enumerate(every):
@@ -105,8 +105,8 @@ def fetched_all(cases: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor, dict
 
 
 @pytest.mark.parametrize(("size", "cases"), [(2, [(16, 3), (8, 3)]), (4, [(32, 3), (8, 3)])])
-def test_pieces_fetch_the_tokens_before_them(ranks: Any, size: int, cases: list[tuple[int, int]]) -> None:
-    """Also of pieces that are shorter than what is fetched."""
+def test_each_piece_fetches_the_tokens_in_front_of_it(ranks: Any, size: int, cases: list[tuple[int, int]]) -> None:
+    """Pieces may be shorter than the tokens to fetch."""
     every = ranks(size, fetched_all, cases)
     for number, (length, count) in enumerate(cases):
         whole = torch.arange(2.0 * length * 3).double().view(2, length, 3) + 1

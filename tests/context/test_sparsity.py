@@ -30,7 +30,7 @@ def test_fixed_sparsity_draws_deepspeeds_pattern() -> None:
     assert drawn(both, 4) == ["XX.X", "XXXX", ".XXX", "XXXX"]
 
 
-def test_fixed_patterns_of_heads() -> None:
+def test_fixed_sparsity_draws_different_patterns_for_heads() -> None:
     sparsity = FixedSparsity(num_local_blocks=2, num_different_global_patterns=2, different_layout_per_head=True)
     assert drawn(sparsity, 4, head=0) == drawn(sparsity, 4, head=2) == ["XX.X", "XX.X", ".XXX", ".XXX"]
     assert drawn(sparsity, 4, head=1) == ["XXX.", "XXX.", "X.XX", "X.XX"]
@@ -55,7 +55,7 @@ def test_bslongformer_sparsity_draws_deepspeeds_pattern() -> None:
     assert drawn(one_way, 5) == ["X....", "XX...", ".XX..", ".XXX.", ".X.XX"]
 
 
-def test_bigbird_adds_random_blocks_that_no_rank_decides() -> None:
+def test_bigbird_draws_its_random_blocks_from_the_seed_alone() -> None:
     sparsity = BigBirdSparsity(num_random_blocks=3, different_layout_per_head=True)
     layout = sparsity.layout(64 * 16, range(4))
     assert torch.equal(
@@ -70,12 +70,12 @@ def test_bigbird_adds_random_blocks_that_no_rank_decides() -> None:
     assert int(BigBirdSparsity(attention="unidirectional").layout(1024).triu(1).sum()) == 0
 
 
-def test_one_layout_for_all_heads_by_default() -> None:
+def test_sparsity_has_one_layout_for_all_heads_by_default() -> None:
     assert BigBirdSparsity().layout(256, range(8)).shape == (1, 16, 16)
     assert bool(DenseSparsity(block=3).layout(8).all()) and DenseSparsity(block=3).layout(8).shape == (1, 3, 3)
 
 
-def test_the_section_of_a_configuration_file() -> None:
+def test_make_sparsity_reads_a_configuration_section() -> None:
     assert make_sparsity({}) == FixedSparsity(block=16, num_local_blocks=4, num_global_blocks=1)
     section = {"mode": "variable", "block": 32, "local_window_blocks": [4, 2], "global_block_indices": [0, 3]}
     found = make_sparsity(section)

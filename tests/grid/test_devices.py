@@ -26,7 +26,7 @@ from triax.grid.devices import default_accelerator, gpu_descriptions
     ],
 )
 @pytest.mark.skipif(default_accelerator() is not None, reason="this machine has an accelerator")
-def test_a_device_that_is_not_there_is_an_error(device: Any, facts: list[str]) -> None:
+def test_a_grid_on_a_missing_device_is_an_error(device: Any, facts: list[str]) -> None:
     with pytest.raises(ArgumentError) as caught:
         triax.Grid(device=device)
     assert all(fact in str(caught.value) for fact in facts)
@@ -55,7 +55,7 @@ def on_an_accelerator() -> dict[str, Any]:
         }
 
 
-def test_any_accelerator_of_torchs_is_taken(ranks: Any) -> None:
+def test_a_grid_takes_any_accelerator_of_torch(ranks: Any) -> None:
     (found,) = ranks(1, on_an_accelerator, init_group=False, new_processes=True)
     assert found == {
         "default": "sim:0",

@@ -63,9 +63,7 @@ def axes_on_rank(shape: tuple[int, int, int], order: tuple[str, ...]) -> dict[st
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("order", [AXES, ("data", "tensor", "pipe")])
-def test_every_axis_reaches_its_ranks_and_no_others(
-    ranks: Any, shape: tuple[int, int, int], order: tuple[str, ...]
-) -> None:
+def test_each_axis_reaches_exactly_its_ranks(ranks: Any, shape: tuple[int, int, int], order: tuple[str, ...]) -> None:
     topology = Topology(**{name: dict(zip(AXES, shape, strict=True))[name] for name in order})
     for rank, found in enumerate(ranks(8, axes_on_rank, shape, order)):
         assert (found["rank"], found["size"]) == (rank, 8)
@@ -187,8 +185,8 @@ def trained(grid: Grid) -> tuple[list[float], type[Transport]]:
     return [engine.train_batch(found).item() for _ in range(3)], type(grid.pipe.transport)
 
 
-def test_a_step_by_way_of_the_host_is_the_same_step(ranks: Any) -> None:
-    """Bitwise, in a pipeline with ZeRO: only the way of the bytes differs."""
+def test_training_over_the_host_transport_is_bitwise_the_same(ranks: Any) -> None:
+    """In a pipeline with ZeRO stage 3, with the plain transport and with the host transport."""
     plain = ranks(4, trained_on_rank, False)
     assert all(kind is Transport for _, kind in plain)
     by_host = ranks(4, trained_on_rank, True)
@@ -215,7 +213,7 @@ def exchange_on_rank() -> None:
             axis.all_gather_json(wrong)
 
 
-def test_values_of_all_ranks(ranks: Any) -> None:
+def test_all_gather_json_gathers_the_values_of_all_ranks(ranks: Any) -> None:
     ranks(4, exchange_on_rank)
 
 
@@ -275,7 +273,7 @@ def test_a_process_makes_another_grid_after_it_closed_one(ranks: Any, by_launche
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
-def test_the_grid_joins_what_a_launcher_started(ranks: Any, launcher: str) -> None:
+def test_a_grid_joins_the_processes_of_each_launcher(ranks: Any, launcher: str) -> None:
     found = ranks(4, launched_on_rank, launcher, init_group=False)
     assert found[3] == ("Grid(pipe=2, data=2, tensor=1; rank 3 (pipe 1, data 1, tensor 0), cpu)", (1, 3), (2, 3))
     assert found[0][1:] == ((0, 2), (0, 1))
@@ -303,7 +301,7 @@ def late_on_rank() -> list[tuple[str, float]]:
 
 
 def test_no_wait_is_longer_than_the_grids_timeout(ranks: Any) -> None:
-    """The mesh's groups had torch's default of half an hour, whatever the grid was told."""
+    """The groups of the mesh have the timeout of the grid too, not torch's default of half an hour."""
     found = ranks(4, late_on_rank, init_group=False, timeout=30)
     for message, seconds in found[0] + found[2]:
         assert "Timed out waiting 2000ms" in message
@@ -352,7 +350,7 @@ def report_on_rank() -> tuple[str | None, str | None]:
     return before, grid.reported_failure()
 
 
-def test_the_first_failure_is_what_every_rank_reads(ranks: Any) -> None:
+def test_every_rank_reads_the_first_reported_failure(ranks: Any) -> None:
     said = "rank 1 (pipe 0, data 1, tensor 0) ran out of memory"
     assert ranks(2, report_on_rank) == [(None, said)] * 2
 
@@ -379,19 +377,19 @@ def refused_on_rank(sizes: dict[str, Any]) -> str:
         ({"order": ("pipe", "data")}, "order=('pipe', 'data') does not name each axis once"),
     ],
 )
-def test_sizes_that_do_not_fit_the_processes(ranks: Any, sizes: dict[str, Any], message: str) -> None:
+def test_grid_sizes_that_do_not_fit_the_processes_are_refused(ranks: Any, sizes: dict[str, Any], message: str) -> None:
     for said in ranks(4, refused_on_rank, sizes, init_group=False):
         assert said.startswith(message)
 
 
-def test_errors_on_one_process() -> None:
+def test_grid_errors_on_one_process_say_what_to_give() -> None:
     with pytest.raises(ValueError, match=r"needs a multiple of 2 processes, and there is 1: .*--nproc-per-node 2"):
         Grid(tensor=2)
     with pytest.raises(ValueError, match="no axis 'model': give one of pipe, data, context, tensor, expert"):
         Grid().axis("model")
 
 
-def test_a_rank_that_gives_up_while_another_reads_it() -> None:
+def test_a_barrier_returns_if_a_rank_gives_up_during_the_read() -> None:
     class Store:
         """A store in which rank 1 gives up just after rank 0 has seen that rank 1 is there."""
 
@@ -439,7 +437,7 @@ print("done")
 
 
 def test_a_program_whose_grids_still_exist_ends_in_order() -> None:
-    """Such a program was aborted after its work: a thread was in a call of the store when Python ended the thread."""
+    """Otherwise Python would abort it: a thread is in a call of the store while Python ends the thread."""
     done = subprocess.run(
         [sys.executable, "-c", MANY_WATCHES], capture_output=True, text=True, timeout=120, check=False
     )
@@ -464,7 +462,6 @@ def collectives_of_a_graph(count: int, size: int) -> list[bool]:
 @pytest.mark.parametrize("size", [4, 5000, 2**19])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_collectives_pass_no_gradients(ranks: Any, count: int, size: int) -> None:
-    """Sums of a few elements raised; a gather had the graph of this rank's part alone, on one rank that of all."""
     assert not any(graph for found in ranks(count, collectives_of_a_graph, count, size) for graph in found)
 
 
@@ -485,8 +482,8 @@ def calls_on_all_ranks(sizes: dict[str, Any]) -> int:
     return sum(calls)
 
 
-def test_a_rank_makes_its_groups_of_one_rank_alone(ranks: Any) -> None:
-    """Each was a call on all ranks: 1,024 of them for ``tensor=1`` at 16 stages and 64 replicas."""
+def test_groups_of_one_rank_need_no_call_on_other_ranks(ranks: Any) -> None:
+    """A call on all ranks for each would be 1,024 calls for ``tensor=1`` at 16 stages and 64 replicas."""
     cases: list[tuple[dict[str, Any], int]] = [({"pipe": 2, "data": 2}, 4), ({}, 1), ({"data": 2, "tensor": 2}, 4)]
     for sizes, calls in cases:
         assert ranks(4, calls_on_all_ranks, sizes) == [calls] * 4

@@ -19,7 +19,7 @@ def printed(*words: str) -> str:
     return done.stdout
 
 
-def test_places_and_shards_are_the_topology_s() -> None:
+def test_triax_grid_prints_the_places_and_shards_of_the_topology() -> None:
     sizes = {"pipe": 3, "data": 2, "context": 2, "tensor": 2, "expert": 2}
     words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     found = json.loads(printed(*words, "--layers", "8", "--json"))["ranks"]
@@ -35,7 +35,7 @@ def test_places_and_shards_are_the_topology_s() -> None:
         assert [found[rank]["replica"] for rank in group] == [0, 1, 2, 3]
 
 
-def test_the_table_names_what_zero_shards() -> None:
+def test_the_table_of_triax_grid_names_the_shards_of_zero() -> None:
     text = printed("--data", "2", "--zero", "2")
     assert "1 of 2" in text and "2 of 2" in text
     assert "A ZeRO shard has gradients and optimizer state." in text
@@ -51,7 +51,9 @@ def test_the_table_names_what_zero_shards() -> None:
         (["--data", "3", "--expert", "2"], "does not divide data x context"),
     ],
 )
-def test_what_cannot_be_shown(words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triax_grid_refuses_wrong_sizes_and_pictures(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=told):
         CliRunner().invoke(app, ["grid", *words], catch_exceptions=False)

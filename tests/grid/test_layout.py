@@ -33,7 +33,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @given(st.integers(0, 200), st.integers(1, 17))
-def test_split_shares_out_everything_evenly(length: int, parts: int) -> None:
+def test_split_divides_a_length_evenly(length: int, parts: int) -> None:
     ranges = [split(length, parts, i) for i in range(parts)]
     assert ranges[0][0] == 0 and ranges[-1][1] == length
     assert all(a[1] == b[0] for a, b in pairwise(ranges))
@@ -61,7 +61,7 @@ def test_the_boxes_of_all_ranks_hold_each_element_once(layout: Layout, size: int
     assert bool((seen == (1 if layout.sharded else size)).all())
 
 
-def test_fused_parts_are_sharded_each_on_its_own() -> None:
+def test_each_part_of_a_fused_weight_is_sharded_separately() -> None:
     qkv = Layout((12, 2), shard_dim=0, parts=(6, 3, 3))
     rows = torch.arange(12)[:, None].expand(12, 2)
     assert qkv.shard(rows, 0, 3)[:, 0].tolist() == [0, 1, 6, 9]
@@ -69,7 +69,7 @@ def test_fused_parts_are_sharded_each_on_its_own() -> None:
     assert qkv.boxes(1, 3)[1] == Box((slice(7, 8), slice(0, 2)), (slice(2, 3), slice(0, 2)))
 
 
-def test_units_are_not_cut() -> None:
+def test_sharding_does_not_cut_units() -> None:
     heads = Layout((18, 2), shard_dim=0, unit=3)  # 6 heads of 3 rows over 4 ranks
     rows = torch.arange(18)[:, None].expand(18, 2)
     assert [heads.shard(rows, rank, 4)[::3, 0].tolist() for rank in range(4)] == [[0], [3, 6], [9], [12, 15]]
@@ -80,7 +80,7 @@ def test_units_are_not_cut() -> None:
 
 
 @given(layouts(), st.integers(1, 5))
-def test_each_box_is_whole_units(layout: Layout, size: int) -> None:
+def test_boxes_of_a_shard_hold_whole_units(layout: Layout, size: int) -> None:
     for rank in range(size):
         for box in layout.boxes(rank, size) if layout.shard_dim is not None else []:
             assert layout.shard_dim is not None
@@ -88,7 +88,7 @@ def test_each_box_is_whole_units(layout: Layout, size: int) -> None:
                 assert span.start % layout.unit == span.stop % layout.unit == 0
 
 
-def test_one_box_is_a_view_and_a_replicated_parameter_is_itself() -> None:
+def test_a_shard_of_one_box_is_a_view_of_the_whole_tensor() -> None:
     whole = torch.zeros(4, 4)
     assert Layout((4, 4), shard_dim=1).shard(whole, 1, 2)._base is whole
     assert Layout((4, 4)).shard(whole, 1, 2) is whole
@@ -103,7 +103,7 @@ def test_a_parameter_carries_its_layout() -> None:
     assert parameter.layout == torch.strided  # torch's own attribute of that name is not touched
 
 
-def test_the_layout_stays_through_what_models_go_through() -> None:
+def test_a_layout_survives_casts_and_pickling() -> None:
     layer: nn.Linear = nn.Linear(3, 2)
     layout = Layout((4, 3), shard_dim=0)
     set_layout(layer.get_parameter("weight"), layout)
@@ -128,13 +128,13 @@ def test_the_layout_stays_through_what_models_go_through() -> None:
         ),
     ],
 )
-def test_layouts_that_cannot_be_are_refused(wrong: object, message: str) -> None:
+def test_invalid_layouts_are_refused(wrong: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrong()  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(("tensors", "experts"), [(1, 2), (2, 1), (2, 2), (3, 4)])
-def test_shards_over_two_axes_make_the_whole_again(tensors: int, experts: int) -> None:
+def test_shards_over_two_axes_assemble_to_the_whole_tensor(tensors: int, experts: int) -> None:
     whole = torch.arange(4 * 6 * 5).view(4, 6, 5)
     for layout in (
         Layout((4, 6, 5), expert_dim=0),

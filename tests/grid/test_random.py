@@ -49,7 +49,7 @@ def test_derive_is_pinned_and_tells_keys_apart() -> None:
     assert all(0 <= derive(i) < 2**63 for i in range(100))
 
 
-def test_seeded_leaves_the_generator_as_it_was() -> None:
+def test_seeded_restores_the_generator_and_repeats_its_draws() -> None:
     torch.manual_seed(5)
     expected = torch.rand(2)
     torch.manual_seed(5)
@@ -89,7 +89,7 @@ def test_a_shard_is_bitwise_its_part_of_the_whole(shape: tuple[int, ...], data: 
     assert torch.equal(layout.assemble(shards), whole)
 
 
-def test_initialise_takes_one_number_whatever_the_shard() -> None:
+def test_initializing_a_shard_draws_one_number_at_any_size() -> None:
     layout = Layout((64, 100), shard_dim=0)
     following = set()
     for rank, size in ((0, 1), (1, 2), (3, 4)):
@@ -121,7 +121,7 @@ class Truncated:
         return nn.init.trunc_normal_(torch.empty(shape), a=-1.0, b=1.0, generator=generator)
 
 
-def test_a_distribution_of_ones_own_is_sharded_alike() -> None:
+def test_a_user_distribution_is_sharded_bitwise_as_the_whole() -> None:
     layout = Layout((300, 500), shard_dim=1)
     whole = draw(layout, 0, 1, Truncated())
     assert 0.99 < float(whole.abs().max()) <= 1.0
@@ -269,7 +269,7 @@ def looped(reentrant: bool | None = None, interval: int = 0, whole: bool = False
     return found
 
 
-def test_each_forward_of_a_plain_loop_drops_others() -> None:
+def test_each_forward_pass_of_a_plain_loop_has_a_new_dropout_mask() -> None:
     model = PipelineModule(gpt_layers(GPTConfig.preset("bytes-tiny", dropout=0.3))).train()
     x = torch.arange(8).view(1, 8)
     first, second = model(x), model(x)
@@ -285,7 +285,7 @@ def test_each_forward_of_a_plain_loop_drops_others() -> None:
 @pytest.mark.parametrize(
     "how", [{"reentrant": False}, {"reentrant": True}, {"interval": 1}, {"whole": True}, {"interval": 2, "whole": True}]
 )
-def test_what_is_recomputed_in_a_plain_loop_drops_the_same(how: dict[str, Any]) -> None:
+def test_recomputation_in_a_plain_loop_has_equal_dropout_masks(how: dict[str, Any]) -> None:
     wanted, found = looped(), looped(**how)
     assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
     assert not torch.equal(wanted[0], looped(seed=1)[0])

@@ -108,7 +108,7 @@ def forward_on_rank() -> dict[Any, Tensor]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_each_forward_is_what_its_name_says(ranks: Any, size: int) -> None:
+def test_each_border_function_computes_what_its_name_says(ranks: Any, size: int) -> None:
     found = ranks(size, forward_on_rank)
     for name, shape, dim, unit in found[0]:
         whole = numbers(shape, 1)
@@ -146,11 +146,11 @@ def twice_on_rank() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_they_differentiate_twice_and_more(ranks: Any, size: int) -> None:
+def test_border_functions_differentiate_twice_and_more(ranks: Any, size: int) -> None:
     ranks(size, twice_on_rank)
 
 
-def test_at_size_1_each_is_its_input_itself() -> None:
+def test_border_functions_on_one_rank_return_their_input() -> None:
     x = torch.randn(2, 3, requires_grad=True)
     for name in KINDS:
         assert getattr(regions, name)(x, Grid().tensor) is x
@@ -181,7 +181,7 @@ def loss_over_replicas(name: str) -> list[Tensor] | str:
     return [engine.gather("gradients")["weight"], plain.grad]
 
 
-def test_borders_on_the_data_axis_are_right_or_refused(ranks: Any) -> None:
+def test_border_functions_on_the_data_axis_are_exact_or_refused(ranks: Any) -> None:
     for name in ("gather/reduce_scatter", "sum"):
         for found, wanted in ranks(2, loss_over_replicas, name):
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
@@ -209,7 +209,7 @@ def refusals_on(axis: str, sizes: dict[str, Any]) -> list[str]:
         ("world", {"data": 2, "tensor": 2}, "data"),
     ],
 )
-def test_borders_refuse_every_axis_with_ranks_of_several_replicas(
+def test_border_functions_refuse_axes_over_several_replicas(
     ranks: Any, axis: str, sizes: dict[str, int], instead: str
 ) -> None:
     for texts in ranks(4, refusals_on, axis, sizes):
@@ -224,7 +224,7 @@ def gather_wrongly(dim: int, length: int | None) -> str:
     return "no error"
 
 
-def test_a_slice_that_does_not_fit_is_refused(ranks: Any) -> None:
+def test_gathers_of_slices_with_wrong_sizes_are_refused(ranks: Any) -> None:
     said = ranks(2, gather_wrongly, -1, 8)
     assert "dim 1 of the shape (2, 3) has 3 elements, but rank 1 of 2 on tensor holds 4 of 8. Pass length=" in said[1]
     assert all("dim 2 is not a dim of a tensor of shape (2, 3)" in text for text in ranks(2, gather_wrongly, 2, None))
@@ -236,7 +236,7 @@ def low_precision_on_rank(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_regions_keep_the_dtype_of_their_input(ranks: Any, dtype: torch.dtype) -> None:
+def test_border_functions_keep_the_dtype_of_their_input(ranks: Any, dtype: torch.dtype) -> None:
     for out in ranks(2, low_precision_on_rank, dtype):
         assert torch.equal(out, torch.full((3,), 3.0, dtype=dtype))
 
@@ -257,7 +257,7 @@ def reduced_on_rank(elements: int) -> list[tuple[Tensor, float]]:
 
 
 @pytest.mark.parametrize("elements", [100, 1000, 2**22 + 1], ids=["small", "one exchange", "gloo's ring"])
-def test_two_ranks_reduce_alike_whatever_the_size(ranks: Any, elements: int) -> None:
+def test_all_reduces_of_two_ranks_are_exact_at_any_size(ranks: Any, elements: int) -> None:
     last = float(elements - 1)
     wanted = {"sum": [6.0, 5.0, 6 - last], "max": [3.0, 4.0, 3 + last], "min": [3.0, 1.0, 3 - 2 * last]}
     for found in ranks(2, reduced_on_rank, elements):

@@ -32,7 +32,7 @@ def test_ranks_are_numbered_as_a_row_major_array(topology: Topology) -> None:
 
 
 @given(topologies, st.sets(st.sampled_from(["pipe", "data", "tensor"]), min_size=1))
-def test_groups_differ_in_their_axes_only_and_share_out_all_ranks(topology: Topology, axes: set[str]) -> None:
+def test_groups_hold_every_rank_once_and_vary_their_axes_only(topology: Topology, axes: set[str]) -> None:
     groups = topology.groups(*axes)
     assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
     for group in groups:
@@ -42,7 +42,7 @@ def test_groups_differ_in_their_axes_only_and_share_out_all_ranks(topology: Topo
             assert len({getattr(topology.coordinate(rank), axis) for rank in group}) == 1
 
 
-def test_the_default_order_puts_tensor_neighbours_beside_each_other() -> None:
+def test_the_default_order_numbers_tensor_ranks_consecutively() -> None:
     topology = Topology(pipe=2, data=2, tensor=2)
     assert topology.groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert topology.groups("data") == [[0, 2], [1, 3], [4, 6], [5, 7]]
@@ -52,7 +52,7 @@ def test_the_default_order_puts_tensor_neighbours_beside_each_other() -> None:
     assert topology.ranks() == list(range(8))
 
 
-def test_axes_of_other_names_and_axes_left_out() -> None:
+def test_a_topology_takes_other_axis_names_and_missing_axes() -> None:
     assert Topology(host=2, gpu=4).names == ("host", "gpu")
     assert Topology(tensor=2).shape == (2, 1, 1)  # what was named comes first, the rest has size 1
     assert Topology().world_size == 1
@@ -94,7 +94,7 @@ def test_topology_errors_state_the_numbers(wrong: object, message: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["grid.topology", "grid.environment", "models.config"])
-def test_it_works_where_torch_is_not_installed(name: str) -> None:
+def test_topology_and_configurations_import_without_torch(name: str) -> None:
     import triax.grid
 
     parent = str(Path(triax.grid.__file__).parents[2])
@@ -163,7 +163,7 @@ def test_the_variables_of_open_mpi_are_read() -> None:
         ("", "127.0.0.1"),
     ],
 )
-def test_slurm_and_its_node_lists(nodes: str, first: str) -> None:
+def test_slurm_variables_and_node_lists_are_read(nodes: str, first: str) -> None:
     slurm = {
         "SLURM_PROCID": "2",
         "SLURM_NTASKS": "16",  # of the job

@@ -199,17 +199,17 @@ def expected() -> Any:
 
 
 @pytest.mark.parametrize("size", list(GRIDS))
-def test_layer_equals_a_loop_over_tokens(ranks: Any, expected: Any, size: int) -> None:
-    check(GRIDS[size][: FEW[size]], ranks(size, run_on_rank, GRIDS[size][: FEW[size]]), expected)
+def test_a_moe_layer_equals_a_loop_over_tokens(ranks: Any, expected: Any, size: int) -> None:
+    require_equal_to_loops(GRIDS[size][: FEW[size]], ranks(size, run_on_rank, GRIDS[size][: FEW[size]]), expected)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", list(GRIDS))
-def test_every_grid_with_and_without_padding(ranks: Any, expected: Any, size: int) -> None:
-    check(GRIDS[size], ranks(size, run_on_rank, GRIDS[size], True), expected)
+def test_a_moe_layer_equals_a_loop_on_every_grid_and_padding(ranks: Any, expected: Any, size: int) -> None:
+    require_equal_to_loops(GRIDS[size], ranks(size, run_on_rank, GRIDS[size], True), expected)
 
 
-def check(cases: list[dict[str, Any]], every: list[list[dict[Any, Any]]], expected: Any) -> None:
+def require_equal_to_loops(cases: list[dict[str, Any]], every: list[list[dict[Any, Any]]], expected: Any) -> None:
     for index, case in enumerate(cases):
         for rank, found in enumerate(results[index] for results in every):
             for (name, padded), got in found.items():
@@ -257,9 +257,7 @@ def odd_length(options: dict[str, Any], sequence_parallel: bool) -> tuple[Tensor
 
 
 @pytest.mark.parametrize(("size", "sequence_parallel"), [(2, False), (4, True)])
-def test_a_length_that_needs_padding_gives_the_numbers_of_one_process(
-    ranks: Any, size: int, sequence_parallel: bool
-) -> None:
+def test_padded_sequence_lengths_compute_as_on_one_process(ranks: Any, size: int, sequence_parallel: bool) -> None:
     options = {"capacity": 0.8, "z_loss": 0.1}
     wanted = odd_length(options, False)
     for found in ranks(size, odd_length, options, sequence_parallel):
@@ -295,7 +293,7 @@ def test_the_program_of_the_moe_page_reports_the_balance(capsys: pytest.CaptureF
     assert "layers.0.moe.balance" in capsys.readouterr().out
 
 
-def test_torchs_grouped_kernel_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_grouped_kernel_equals_a_loop_over_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = MoE(8, 5, 2, grid=Grid(), width=16, balance=None), torch.randn(1, 6, 8, requires_grad=True)
     layer.router.weight.data[3] = -layer.router.weight.data[2]  # an expert may be without tokens
 

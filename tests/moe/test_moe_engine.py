@@ -197,7 +197,7 @@ def alone() -> list[dict[str, Any]]:
     return [train({}, options) for options in KINDS]
 
 
-def equal(found: dict[str, Any], alone: dict[str, Any], what: Any) -> None:
+def require_equal_run(found: dict[str, Any], alone: dict[str, Any], what: Any) -> None:
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-10), what
     assert found["loads"] == alone["loads"], what
     for got, wanted in zip(found["auxiliary"], alone["auxiliary"], strict=True):
@@ -216,7 +216,7 @@ def test_every_grid_of_experts_trains_as_one_process(ranks: Any, alone: list[dic
     cells = [(case, options) for case in CASES[size] for options in KINDS]
     for found in ranks(size, run, cells, timeout=120):
         for (case, options), got in zip(cells, found, strict=True):
-            equal(got, alone[KINDS.index(options)], (case, options))
+            require_equal_run(got, alone[KINDS.index(options)], (case, options))
 
 
 def test_auxiliary_losses_are_means_over_the_whole_batch(alone: list[dict[str, Any]]) -> None:
@@ -245,7 +245,7 @@ def test_auxiliary_losses_are_means_over_the_whole_batch(alone: list[dict[str, A
         torch.testing.assert_close(alone[0]["gradients"][0][name], parameter.grad, rtol=1e-10, atol=1e-12)
 
 
-def test_a_step_moves_the_bias_by_the_loads_of_the_batch(alone: list[dict[str, Any]]) -> None:
+def test_each_step_moves_the_routing_bias_by_the_expert_loads(alone: list[dict[str, Any]]) -> None:
     for layer in ("layers.1.moe", "layers.3.moe"):
         bias = torch.zeros(E)
         for loads in alone[0]["loads"]:
@@ -255,14 +255,14 @@ def test_a_step_moves_the_bias_by_the_loads_of_the_batch(alone: list[dict[str, A
         assert alone[1]["buffers"][f"{layer}.past_loads"].tolist() == alone[1]["loads"][-1][layer]
 
 
-def test_a_checkpoint_has_bias_and_loads_and_knows_no_grid(ranks: Any, tmp_path: Path) -> None:
+def test_routing_bias_and_loads_resume_on_another_grid(ranks: Any, tmp_path: Path) -> None:
     for index, options in enumerate(KINDS):
         folder = str(tmp_path / str(index))
         ranks(2, train, {"data": 2, "expert": 2, "stage": 1}, options, folder)
         wanted = train({}, options, folder, True)
         found = ranks(2, train, {"pipe": 2}, options, folder, True)
         for each in found:
-            equal(each, wanted, options)
+            require_equal_run(each, wanted, options)
 
 
 ACTIVATIONS: dict[str, tuple[Activation, Callable[[Tensor], Tensor]]] = {  # the library's, and the formula
@@ -292,7 +292,7 @@ class ExpertsOnTokens:
 
 
 @pytest.mark.parametrize(("kind", "activation"), ACTIVATIONS.values(), ids=ACTIVATIONS)
-def test_the_mlp_of_experts_equals_a_loop_over_them(kind: Activation, activation: Callable[[Tensor], Tensor]) -> None:
+def test_grouped_mlp_equals_a_loop_over_experts(kind: Activation, activation: Callable[[Tensor], Tensor]) -> None:
     wanted = ExpertsOnTokens(kind, activation)
 
     def mlp(x: Tensor, first: Tensor, last: Tensor) -> Tensor:
@@ -344,7 +344,7 @@ def module_engine(data: int, expert: int, accumulation: int) -> dict[str, Any]:
     return found | {"bias": block.moe.router.correction_bias}
 
 
-def test_a_plain_module_has_the_same_losses_on_every_grid(ranks: Any) -> None:
+def test_a_plain_module_with_experts_has_equal_losses_on_each_grid(ranks: Any) -> None:
     wanted = module_engine(1, 1, 1)
     assert set(wanted["auxiliary"]) == {"1.moe.balance", "1.moe.z_loss"}
     for sizes in ((2, 2, 2), (2, 1, 1)):
@@ -364,7 +364,7 @@ DISCARDS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("discard", DISCARDS.values(), ids=DISCARDS)
 @pytest.mark.parametrize("when", ["before the forward pass", "after the forward pass"])
-def test_expert_loads_are_those_of_the_gradients(discard: Callable[[Any], object], when: str) -> None:
+def test_discarded_microbatches_do_not_count_in_expert_loads(discard: Callable[[Any], object], when: str) -> None:
     """The discarded microbatch counts nowhere, and the one whose forward pass has run counts."""
     grid = Grid()
     block = MoE(D, E, K, grid=grid, width=W, balance="bias", z_loss=0.01, dtype=torch.float64)
@@ -391,7 +391,7 @@ def test_expert_loads_are_those_of_the_gradients(discard: Callable[[Any], object
 
 
 @pytest.mark.parametrize("balance", [("bias", "sequence"), "batch"])
-def test_a_recomputation_by_the_schedule_counts_no_tokens(balance: Any) -> None:
+def test_recomputation_does_not_count_tokens_twice(balance: Any) -> None:
     found = []
     for recompute in (0.0, 0.5, 1.0):
         model = triax.PipelineModule(layers({"balance": balance}), loss_fn=Loss(), seed=3).double()
@@ -433,7 +433,7 @@ def test_fp16_scales_the_auxiliary_losses_and_the_bias_keeps_float32() -> None:
     assert any(name.endswith("router.weight") for name in found[0])
 
 
-def test_a_pair_without_a_method_weight_is_refused() -> None:
+def test_a_loss_pair_without_a_method_weight_is_refused() -> None:
     engine = small_engine(lambda y, labels: Loss()(y, labels))
     before = engine.gather()
     with pytest.raises(RuntimeError, match=r"was assumed to be 1, but .* weight 2\d: give loss_fn a method weight"):
@@ -444,7 +444,7 @@ def test_a_pair_without_a_method_weight_is_refused() -> None:
     assert len(mean.auxiliary_losses()) == 4
 
 
-def test_the_report_shows_the_loads(tmp_path: Path) -> None:
+def test_the_run_report_shows_expert_loads(tmp_path: Path) -> None:
     engine = small_engine(Loss(), tmp_path)
     for step in range(2):
         engine.train_batch(iter([batch(step)]))
@@ -458,7 +458,7 @@ def test_the_report_shows_the_loads(tmp_path: Path) -> None:
     assert "Load-balancing loss" in page
 
 
-def test_an_expert_that_starves_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_starving_expert_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     grid, layer = Grid(), MoE(D, E, K, grid=Grid(), width=W)
     layer.bind("layers.1.moe", AuxiliaryLosses())
     steps = AuxiliarySteps(layer, grid, layer.auxiliary)

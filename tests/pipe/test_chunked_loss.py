@@ -55,7 +55,9 @@ def step(grid: Grid, loss_fn: Any, schedule: str, stage: Any, features: dict[str
     return evaluated, loss, engine.gather("gradients")
 
 
-def both(axes: dict[str, Any], schedule: str, stage: Any, features: dict[str, Any], size: int) -> list[Found]:
+def whole_and_chunked_steps(
+    axes: dict[str, Any], schedule: str, stage: Any, features: dict[str, Any], size: int
+) -> list[Found]:
     """Return the same step with whole logits and in chunks."""
     grid = Grid(**axes, timeout=60)
     features = {"loss": {}, **features}
@@ -81,17 +83,19 @@ CASES: list[tuple[dict[str, int], str, int, dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("axes", "schedule", "stage", "features", "size"), CASES)
-def test_chunks_have_the_gradients_of_whole_logits(
+def test_chunked_losses_have_the_gradients_of_whole_logits(
     ranks: Any, axes: dict[str, int], schedule: str, stage: int, features: dict[str, Any], size: int
 ) -> None:
-    for whole, chunked in ranks(math.prod(axes.values()), both, axes, schedule, stage, features, size):
+    for whole, chunked in ranks(
+        math.prod(axes.values()), whole_and_chunked_steps, axes, schedule, stage, features, size
+    ):
         assert chunked[:2] == pytest.approx(whole[:2], rel=1e-13)
         assert whole[2].keys() == chunked[2].keys()
         for name, gradient in whole[2].items():
             assert close(chunked[2][name], gradient), name
 
 
-def test_options_of_the_loss_follow_their_formulas() -> None:
+def test_next_token_loss_options_equal_their_formulas() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 5, VOCABULARY, dtype=torch.float64, generator=generator).requires_grad_()
     labels, weights = weighted(torch.randint(VOCABULARY, (2, 5), generator=generator))
@@ -147,7 +151,7 @@ def own_losses(axes: dict[str, Any], schedule: str) -> list[tuple[Found, Any]]:
 @pytest.mark.parametrize(
     ("axes", "schedule"), [({}, "1f1b"), ({"pipe": 2}, "zb-h1"), ({"pipe": 2, "data": 2}, "gpipe")]
 )
-def test_own_terms_and_metrics_in_chunks(ranks: Any, axes: dict[str, int], schedule: str) -> None:
+def test_user_terms_and_metrics_in_chunks_equal_whole_ones(ranks: Any, axes: dict[str, int], schedule: str) -> None:
     for (whole, metrics), (chunked, own) in ranks(math.prod(axes.values()), own_losses, axes, schedule):
         assert chunked[:2] == pytest.approx(whole[:2], rel=1e-13)
         assert list(own) == ["margin", "rare", "right", "counts"] == list(metrics)
@@ -196,7 +200,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_no_product_of_the_head_is_computed_again(schedule: str) -> None:
+def test_chunked_losses_recompute_no_product_of_the_head(schedule: str) -> None:
     counts = []
     for tokens in (None, 5):
         grid = Grid()
@@ -209,7 +213,7 @@ def test_no_product_of_the_head_is_computed_again(schedule: str) -> None:
     assert counts == [3 * SAMPLES * LENGTH * one, (3 * SAMPLES * LENGTH + 2) * one]
 
 
-def test_a_layer_that_mixes_tokens_or_is_watched_gets_all_of_them() -> None:
+def test_heads_that_mix_tokens_or_have_hooks_are_not_run_in_chunks() -> None:
     grid = Grid()
     loss = NextTokenLoss(grid, VOCABULARY, chunk_tokens=2)
 
@@ -264,7 +268,7 @@ def test_chunked_losses_with_mistakes_are_refused(ranks: Any) -> None:
         loss_in_chunks(LastLayer(head, head), biased, (x, x), labels, 2)
 
 
-def test_flops_of_chunks_are_those_of_whole_logits() -> None:
+def test_flops_of_chunked_losses_equal_those_of_whole_logits() -> None:
     counts = []
     for tokens in (None, 3):
         grid = Grid()

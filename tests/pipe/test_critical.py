@@ -138,13 +138,13 @@ def test_bubble_paper_counts_from_a_ranks_first_op_to_its_last(name: str, bubble
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
-def test_bubble_of_ideal_is_narayanans(name: str, chunks: int) -> None:
+def test_bubble_of_ideal_equals_narayanans_formula(name: str, chunks: int) -> None:
     """Narayanan et al. 2021: (p - 1) / m, and of interleaved stages divided by their number on a rank."""
     times = simulate(make_schedule(name, pipe=4, microbatches=8, chunks=chunks)).timeline
     assert times.bubble_of_ideal == pytest.approx(3 / 8 / chunks)
 
 
-def test_the_command_explains_an_op_as_the_page_shows() -> None:
+def test_triax_schedule_explains_an_op_as_the_page_shows() -> None:
     typed = "triax schedule explain 1f1b 0B0 --costs 1,1,1,0.25"
     page = (DOCS / "schedules.md").read_text().partition(f"$ {typed}\n```\n\n```text\n")[2].partition("```")[0]
     assert CliRunner().invoke(app, typed.split()[1:]).output.split() == page.split()  # the page breaks its lines
@@ -152,7 +152,7 @@ def test_the_command_explains_an_op_as_the_page_shows() -> None:
     assert code == 0 and output.startswith("1F0 runs from 0.5 to 1 on rank 1. It starts when its input")
 
 
-def test_critical_adds_the_path_to_the_json_and_the_plot(tmp_path: Path) -> None:
+def test_the_critical_option_adds_the_path_to_json_and_plot(tmp_path: Path) -> None:
     sizes, plot = ["--pipe", "2", "--microbatches", "2"], tmp_path / "s.svg"
     output = run_triax("schedule", "1f1b", *sizes, "--json", "--critical", "--plot", str(plot))[1]
     found = json.loads(output)
@@ -161,7 +161,7 @@ def test_critical_adds_the_path_to_the_json_and_the_plot(tmp_path: Path) -> None
     assert "critical path" in plot.read_text()
 
 
-def test_the_command_shows_a_written_schedule_as_its_maker(tmp_path: Path) -> None:
+def test_triax_schedule_prints_a_written_schedule_as_the_original(tmp_path: Path) -> None:
     csv = tmp_path / "s.csv"
     _, made = run_triax("schedule", "1f1b", "--pipe", "2", "--write", str(csv))
     assert "bubble / ideal time 25.00% (Narayanan 2021)" in made
@@ -178,6 +178,6 @@ def test_the_command_shows_a_written_schedule_as_its_maker(tmp_path: Path) -> No
         ("1f1b --critical", "--critical does nothing without --plot"),
     ],
 )
-def test_the_command_refuses_to_explain_without_an_op(words: str, message: str) -> None:
+def test_triax_schedule_refuses_to_explain_without_an_op(words: str, message: str) -> None:
     code, output = run_triax("schedule", *words.split())
     assert code == 2 and message in output

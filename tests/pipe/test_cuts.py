@@ -81,18 +81,18 @@ def require_best(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_the_search_equals_every_cut_simulated(seed: int) -> None:
+def test_find_cut_equals_the_best_of_all_simulated_cuts(seed: int) -> None:
     require_best(seed)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(24, 240))
-def test_the_search_equals_every_cut_simulated_on_more(seed: int) -> None:
+def test_find_cut_equals_the_best_of_all_cuts_on_more_seeds(seed: int) -> None:
     require_best(seed)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_of_too_many_cuts_those_of_the_least_bounds_are_tried(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_cut_with_few_trials_is_within_one_percent(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     costs, _ = random_costs(seed, layers=20)
     wanted = find_cut("time", costs, 4, 8)
     monkeypatch.setattr("triax.pipe.cuts.MOST_CUTS", 100)
@@ -102,7 +102,7 @@ def test_of_too_many_cuts_those_of_the_least_bounds_are_tried(seed: int, monkeyp
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_auto_is_the_best_of_all_schedules(seed: int) -> None:
+def test_find_cut_auto_takes_the_best_of_all_schedules(seed: int) -> None:
     costs, _ = random_costs(seed, pipe=2, layers=9)
     best = min(
         simulate(schedule, costs.of_stages(cut, schedule.placement)).makespan
@@ -117,7 +117,7 @@ def test_auto_is_the_best_of_all_schedules(seed: int) -> None:
 
 
 @pytest.mark.parametrize("uneven", [pytest.param(True, marks=pytest.mark.exhaustive), False])
-def test_eighty_layers_on_eight_ranks_take_seconds(uneven: bool) -> None:
+def test_cutting_80_layers_over_8_ranks_takes_seconds(uneven: bool) -> None:
     block = [LayerCost(1.0, 1.1, 0.9, 12.0, 2.0, 0.1)] * 78
     ends = [LayerCost(0.01, 0.0, 0.3, 40.0, 0.1, 0.1), LayerCost(6.0, 6.0, 6.0, 40.0, 5.0)]
     costs = LayerCosts((ends[0], *block, ends[1]) if uneven else (*block, *block[:2]), 0.01)
@@ -132,7 +132,7 @@ def test_eighty_layers_on_eight_ranks_take_seconds(uneven: bool) -> None:
         assert rows["time"].makespan <= 31 * 33 + costs.layers[0].seconds + 78 * 3 + 18 + 14 * 0.01
 
 
-def test_an_impossible_limit_is_refused_with_the_numbers() -> None:
+def test_an_impossible_memory_limit_is_refused_with_the_numbers() -> None:
     costs = LayerCosts([LayerCost(1.0, 1.0, 1.0, states=2e9, kept=0.5e9)] * 4)
     assert find_cut("time", costs, 2, 4, limit=6e9).peaks == (4e9 + 2 * 1e9, 4e9 + 1e9)
     for method in ("time", "memory", "auto"):
@@ -142,7 +142,7 @@ def test_an_impossible_limit_is_refused_with_the_numbers() -> None:
             assert words in str(error.value)
 
 
-def test_json_is_read_as_it_was_written(tmp_path: Any) -> None:
+def test_layer_costs_survive_json_unchanged(tmp_path: Any) -> None:
     costs, _ = random_costs(3)
     path = tmp_path / "costs.json"
     path.write_text(costs.to_json())
@@ -165,18 +165,18 @@ def test_json_is_read_as_it_was_written(tmp_path: Any) -> None:
         ({"layers": [{"forward": 1, "name": 3}]}, "the name of a layer"),
     ],
 )
-def test_layer_costs_that_cannot_be_are_refused(data: dict[str, Any], words: str) -> None:
+def test_invalid_layer_costs_are_refused(data: dict[str, Any], words: str) -> None:
     assert words in error_text(lambda: LayerCosts.from_json(data))
 
 
-def test_a_cost_that_stands_twice_is_refused(tmp_path: Any) -> None:
+def test_a_layer_cost_given_twice_is_refused(tmp_path: Any) -> None:
     path = tmp_path / "costs.json"
     path.write_text('{"layers": [{"forward": 1, "forward": 2}]}')
     with pytest.raises(ValueError, match="'forward' occurs twice"):
         LayerCosts.from_json(path)
 
 
-def test_refusals_of_the_search() -> None:
+def test_find_cut_refuses_wrong_arguments() -> None:
     costs, _ = random_costs(0, layers=4)
     for arguments, words in (
         (("fast", costs, 2, 4), "give one of time, memory, auto"),
@@ -187,7 +187,7 @@ def test_refusals_of_the_search() -> None:
         assert words in error_text(partial(find_cut, *arguments))
 
 
-def test_a_table_of_cuts_has_what_the_simulator_says() -> None:
+def test_compared_cuts_have_the_times_and_bytes_of_the_simulator() -> None:
     costs, _ = random_costs(7, layers=10)
     for row in compare_cuts(costs, 4, 8):
         alone = simulate(row.schedule, costs.of_stages(row.boundaries, row.schedule.placement))

@@ -33,7 +33,7 @@ def plain(subject: object) -> list[str]:
     return console.export_text().splitlines()
 
 
-def test_text_is_the_pipeline_in_cells() -> None:
+def test_a_text_picture_shows_each_op_in_cells() -> None:
     lines = plain(text(make_schedule("1f1b", 2, 3)))
     assert lines[:2] == [
         "rank 0 F0=F1=......B0====F2=B1====...B2====",
@@ -44,7 +44,7 @@ def test_text_is_the_pipeline_in_cells() -> None:
     assert "\n".join(lines[:2]) in (DOCS / "schedules.md").read_text()
 
 
-def test_the_pictures_of_the_pages_are_the_commands() -> None:
+def test_pictures_of_the_pages_equal_the_output_of_the_commands() -> None:
     listed = [block for page in ("schedules.md", "schedule-ops.md") for block in blocks((DOCS / page).read_text())]
     pairs = [(a.text, b.text) for a, b in pairwise(listed) if a.language == "console" and b.language == "text"]
     assert len(pairs) >= 5
@@ -56,13 +56,13 @@ def test_the_pictures_of_the_pages_are_the_commands() -> None:
 
 
 @pytest.mark.parametrize("name", ["first.py", "unequal.py"])
-def test_the_programs_of_the_page_print_what_it_shows(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schedules_page_shows_what_its_programs_print(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text_of_page = (DOCS / "schedules.md").read_text()
     exec(programs(text_of_page)[name], {"__name__": "__main__"})
     assert capsys.readouterr().out in [block.text for block in blocks(text_of_page)]
 
 
-def test_narrow_text_has_letters_above_numbers() -> None:
+def test_a_narrow_text_picture_has_letters_above_numbers() -> None:
     lines = plain(text(make_schedule("zb-v", 2, 2), width=20))
     assert [line.rstrip() for line in lines[:4]] == [
         "rank 0 FF.fifiIwIwWW",
@@ -75,7 +75,9 @@ def test_narrow_text_has_letters_above_numbers() -> None:
 
 @pytest.mark.parametrize(("name", "pipe", "microbatches"), [("1f1b", 4, 8), ("gpipe", 4, 4), ("zb-v", 4, 8)])
 @pytest.mark.parametrize("width", [60, 72, 120, None])
-def test_text_without_color_shows_the_bubble(name: str, pipe: int, microbatches: int, width: int | None) -> None:
+def test_a_text_picture_without_color_shows_the_bubble(
+    name: str, pipe: int, microbatches: int, width: int | None
+) -> None:
     """Ops of equal cost are equally wide, and all other columns of a rank are dots."""
     times = timeline_of(make_schedule(name, pipe, microbatches))
     rows = [line[7:] for line in plain(text(times, width)) if line.startswith("rank")]
@@ -89,7 +91,7 @@ def test_text_without_color_shows_the_bubble(name: str, pipe: int, microbatches:
 
 
 @pytest.mark.parametrize(("name", "pipe", "microbatches"), [("1f1b", 16, 64), ("zb-v", 8, 32), ("gpipe", 3, 1000)])
-def test_a_long_schedule_is_summarised(name: str, pipe: int, microbatches: int) -> None:
+def test_a_long_schedule_is_drawn_in_80_columns(name: str, pipe: int, microbatches: int) -> None:
     times = timeline_of(make_schedule(name, pipe, microbatches))
     lines = plain(text(times, 72, " ms"))
     assert max(map(len, lines)) <= 80 and lines[-1].endswith(f" a column is {times.makespan / 72:.3g} ms")
@@ -101,14 +103,14 @@ def test_a_long_schedule_is_summarised(name: str, pipe: int, microbatches: int) 
         assert letters.upper().count("F") / 72 == pytest.approx(share, abs=0.1)
 
 
-def test_text_colours_each_kind() -> None:
+def test_a_text_picture_colors_each_kind_of_op() -> None:
     console = Console(width=200, force_terminal=True, color_system="standard", record=True)
     drawn = text(make_schedule("zb-v", 2, 2))
     assert len({str(span.style) for span in drawn.spans}) >= 6
     console.print(drawn)
 
 
-def test_text_is_the_same_in_any_unit_of_time() -> None:
+def test_a_text_picture_is_equal_in_any_unit_of_time() -> None:
     schedule = make_schedule("zb-v", pipe=2, microbatches=4)
     in_ms, in_s = (
         plain(text(timeline_of(schedule, Costs(F=1.25 * unit, I=unit, W=0.75 * unit, COMM=0.125 * unit)), width=90))
@@ -120,7 +122,7 @@ def test_text_is_the_same_in_any_unit_of_time() -> None:
         assert re.findall("[FIW]", row[7:].upper()) == [op.kind for op in schedule.orders[rank]]
 
 
-def test_text_of_an_empty_timeline_says_so() -> None:
+def test_a_text_picture_of_an_empty_timeline_says_so() -> None:
     assert plain(text(Timeline(((),)))) == ["no op runs"]
 
 
@@ -151,7 +153,7 @@ def test_large_and_partly_empty_pictures_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "large.png").stat().st_size > 20_000 and (tmp_path / "one.png").exists()
 
 
-def test_the_trace_holds_every_op_once() -> None:
+def test_a_chrome_trace_holds_every_op_once() -> None:
     times = timeline_of(make_schedule("zb-h1", 3, 4))
     events = chrome_trace(times, scale=1000)["traceEvents"]
     ops = [event for event in events if event["ph"] == "X"]

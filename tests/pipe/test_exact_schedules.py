@@ -43,7 +43,7 @@ def drawn(seed: int, most: int) -> Case:
     return Case(pipe, microbatches, chunks, memory, times, draw.choice((0, 1, 3)))
 
 
-def behind(case: Case, effort: float, seconds: float) -> float | None:
+def share_behind_the_solver(case: Case, effort: float, seconds: float) -> float | None:
     """Return by how much the search is behind the solver, as a share; None if the solver proved nothing in its time."""
     found = find_schedule(case.pipe, case.microbatches, case.costs, case.memory, case.chunks, effort=effort)
     verify(found, case.memory)
@@ -67,7 +67,7 @@ def behind(case: Case, effort: float, seconds: float) -> float | None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_search_finds_the_optimum_of_small_problems(seed: int) -> None:
-    loss = behind(drawn(seed, most=4), effort=0.03, seconds=20)
+    loss = share_behind_the_solver(drawn(seed, most=4), effort=0.03, seconds=20)
     assert loss is not None, "the solver proved nothing in 20 s"
     assert loss == 0
 
@@ -76,7 +76,11 @@ def test_the_search_finds_the_optimum_of_small_problems(seed: int) -> None:
 @pytest.mark.timeout(1200)  # 240 s on a machine without other programs
 def test_the_search_loses_little_on_300_random_problems() -> None:
     """Most are optimal; of the others the gap is printed, and they are a few percent behind."""
-    losses = [loss for seed in range(300) if (loss := behind(drawn(seed, most=6), effort=0.1, seconds=10)) is not None]
+    losses = [
+        loss
+        for seed in range(300)
+        if (loss := share_behind_the_solver(drawn(seed, most=6), effort=0.1, seconds=10)) is not None
+    ]
     late = [loss for loss in losses if loss]
     print(f"proved by the solver: {len(losses)}, equal: {len(losses) - len(late)}, largest loss: {max(losses):.2%}")
     assert len(losses) > 270

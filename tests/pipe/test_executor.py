@@ -279,7 +279,7 @@ FORWARD_FIRST = {"1f1b": ["nests", "unused output", "tied factories", "modules"]
 
 
 @pytest.mark.parametrize(("name", "schedule"), each(["gpipe", "1f1b", "zb-h1"], "zb-h1", FORWARD_FIRST))
-def test_any_model_any_message(ranks: Any, name: str, schedule: str) -> None:
+def test_each_kind_of_model_trains_as_plain_autograd(ranks: Any, name: str, schedule: str) -> None:
     ragged = name not in ("in place", "convolutions")
     assert_same(ranks(4, pipelined, name, 4, schedule, ragged, 0), plain(name, ragged))
 
@@ -288,7 +288,7 @@ ROUND = {"interleaved": ["nests", "tied whole", "tied three classes", "modules"]
 
 
 @pytest.mark.parametrize(("name", "schedule"), each(["interleaved", "zb-v", "dualpipe-v"], "zb-v", ROUND))
-def test_any_model_in_chunks(ranks: Any, name: str, schedule: str) -> None:
+def test_each_kind_of_model_in_chunks_trains_as_plain_autograd(ranks: Any, name: str, schedule: str) -> None:
     """Two stages a rank: in a V the first and the last stage, and a tie between them, are on one rank."""
     ragged = name not in ("in place", "convolutions")
     chunks = None if schedule == "zb-v" else 2  # None: they follow from the schedule, which cuts the model anew
@@ -303,14 +303,14 @@ def test_a_tied_layer_moves_to_a_rank_that_holds_the_weight(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_in_place_behind_linears_on_one_process(schedule: str) -> None:
+def test_outputs_of_split_linears_may_change_in_place(schedule: str) -> None:
     """A split linear's output may be changed as ``F.linear``'s may: 3-D inputs and a bias made it a function's view."""
     name = "in place behind linears"
     assert_same([pipelined(name, 1, schedule, True, 0)], plain(name, True))
 
 
-def test_a_split_linear_keeps_what_f_linear_keeps() -> None:
-    """Of an input whose rows cannot be viewed, a copy: the caller may then change the input in place."""
+def test_inputs_of_a_split_linear_may_change_after_its_call() -> None:
+    """Also if the rows of the input cannot be viewed: the layer then keeps a copy, as ``F.linear`` does."""
     layer, deferred = nn.Linear(4, 4, dtype=torch.float64), Deferred()
     base = torch.arange(24.0, dtype=torch.float64).view(2, 4, 3).requires_grad_()
 
@@ -332,13 +332,13 @@ def test_a_split_linear_keeps_what_f_linear_keeps() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
 
 
-def test_two_stages_and_replicas(ranks: Any) -> None:
+def test_two_stages_with_replicas_train_as_plain_autograd(ranks: Any) -> None:
     """Every replica reads the same data here: the whole batch is twice the microbatches, its mean the same."""
     for name in ("nests", "tied whole", "modules", "frozen in the middle"):
         assert_same(ranks(4, pipelined, name, 2, "1f1b", True, 1), plain(name, True))
 
 
-def test_activations_held_are_those_of_the_schedule(ranks: Any) -> None:
+def test_held_activations_equal_those_of_the_simulator(ranks: Any) -> None:
     for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)):
         wanted = simulate(make_schedule(schedule, 2, MICROBATCHES, chunks)).peak_activations
         found = ranks(2, pipelined, "plain", 2, schedule, False, 0, chunks=chunks)
@@ -434,8 +434,7 @@ def wrong_arity() -> list[str]:
     return found
 
 
-def test_a_layer_of_other_arguments_is_named_with_what_it_was_given() -> None:
-    """The error was "TakesTwo.forward() missing 1 required positional argument: 'mask'", without a place."""
+def test_a_layer_with_wrong_arguments_is_named_with_its_inputs() -> None:
     two, none, inside, loss = wrong_arity()
     assert "layer 2 (TakesTwo) of stage 0 was called with one argument, a tuple of 2 (a float32 tensor of shape" in two
     assert "a list of 1 (a bool tensor of shape [2, 6])), but: missing a required argument: 'mask'" in two
@@ -446,7 +445,7 @@ def test_a_layer_of_other_arguments_is_named_with_what_it_was_given() -> None:
     assert "write loss_fn(outputs, labels)" in loss
 
 
-def test_a_tie_of_unlike_arguments_is_refused() -> None:
+def test_tied_layers_with_different_arguments_are_refused() -> None:
     layers = [TiedLayerSpec("t", nn.Linear, 4, 4), TiedLayerSpec("t", nn.Linear, 4, 4, bias=False)]
     with pytest.raises(ValueError, match="layers 0 and 1 have the key 't' and are one layer"):
         PipelineModule(layers)

@@ -114,7 +114,7 @@ def train_nests(pipe: int, labels: Any) -> tuple[list[float], dict[str, Tensor]]
     return losses, engine.gather("gradients")
 
 
-def test_nests_of_labels_of_any_shape_and_changing_values(ranks: Any) -> None:
+def test_sent_nests_of_labels_train_as_on_one_process(ranks: Any) -> None:
     wanted, gradients = train_nests(1, "read")
     for losses, own in ranks(2, train_nests, 2, "sent"):
         assert losses == pytest.approx(wanted, rel=1e-10)
@@ -279,7 +279,7 @@ DICTS = [
 
 
 @pytest.mark.parametrize(("axes", "schedule", "stage", "labels", "interval"), DICTS)
-def test_layers_take_fields_of_dicts(
+def test_layers_that_take_batch_fields_train_as_one_process(
     ranks: Any, axes: dict[str, int], schedule: str, stage: int, labels: str, interval: int
 ) -> None:
     wanted = plain_dicts()
@@ -321,7 +321,7 @@ def shifted(pipe: int, dicts: bool) -> tuple[float, dict[str, Tensor]]:
     return engine.train_batch(data).item(), engine.gather("gradients")
 
 
-def test_a_dict_of_ids_and_labels_is_a_pair(ranks: Any) -> None:
+def test_a_dict_of_ids_and_labels_trains_as_a_pair(ranks: Any) -> None:
     (loss, gradients), *_ = ranks(1, shifted, 1, False)
     for found, own in ranks(2, shifted, 2, True):
         assert found == pytest.approx(loss, rel=1e-10)
@@ -352,5 +352,5 @@ WRONG = {
 
 
 @pytest.mark.parametrize("mistake", WRONG)
-def test_a_batch_without_what_is_needed_is_refused_on_every_rank(ranks: Any, mistake: str) -> None:
+def test_batches_without_a_needed_field_are_refused_on_every_rank(ranks: Any, mistake: str) -> None:
     assert_every_rank_raises(ranks, 2, WRONG[mistake], wrong, mistake)

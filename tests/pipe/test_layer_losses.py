@@ -161,7 +161,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("axes", "schedule", "stage", "interval", "labels"), CASES)
-def test_losses_of_layers_are_those_of_one_process(
+def test_losses_of_layers_train_as_on_one_process(
     ranks: Any, axes: dict[str, int], schedule: str, stage: int, interval: int, labels: str
 ) -> None:
     small = "context" not in axes  # a mean of a part of a sequence is refused
@@ -170,7 +170,7 @@ def test_losses_of_layers_are_those_of_one_process(
         assert_steps_equal(steps, wanted)
 
 
-def test_compiled_layers_return_the_same_losses(ranks: Any) -> None:
+def test_compiled_layers_with_losses_train_as_on_one_process(ranks: Any) -> None:
     steps = ranks(2, trained, {"pipe": 2}, "zb-h1", 2, 1, "sent", compile={"backend": "aot_eager"}, timeout=200)
     assert_steps_equal(steps[0], plain())
 

@@ -155,8 +155,7 @@ def messages(sizes: tuple[int, int, int]) -> dict[str, dict[str, Tensor]]:
     ],
     ids=str,
 )
-def test_classes_of_messages_are_kept(ranks: Any, sizes: tuple[int, int, int]) -> None:
-    """They arrived as plain tuples and dicts, and the next layer failed on another rank only."""
+def test_messages_between_stages_keep_their_classes(ranks: Any, sizes: tuple[int, int, int]) -> None:
     for found in ranks(math.prod(sizes), messages, sizes):
         for kind, gradients in found.items():
             model = nn.Sequential(*layers(kind))
@@ -170,18 +169,18 @@ def refused(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_classes_that_would_be_lost_are_refused_on_one_process_too(kind: str) -> None:
+def test_unsendable_classes_are_refused_on_one_process(kind: str) -> None:
     engine = made(Grid(), kind, 0, "1f1b", None)
     for call in (engine.train_batch, engine.eval_batch):
         assert f"a {kind} cannot be sent between stages" in error_text(partial(call, iter(batch())), RuntimeError)
 
 
-def test_a_refusal_is_the_same_on_two_ranks(ranks: Any) -> None:
+def test_unsendable_classes_are_refused_on_two_ranks(ranks: Any) -> None:
     for text in ranks(2, refused, "MyDict"):
         assert "a MyDict cannot be sent between stages" in text
 
 
-def test_inputs_and_labels_stay_what_they_are() -> None:
+def test_map_tensors_keeps_the_classes_of_containers() -> None:
     x = torch.ones(2)
     default: dict[str, Any] = defaultdict(list, {"x": x})
     for value in (
@@ -199,7 +198,7 @@ def test_inputs_and_labels_stay_what_they_are() -> None:
     assert torch.equal(map_tensors(lambda t: t * 2, BaseModelOutput(last_hidden_state=x)).last_hidden_state, x * 2)
 
 
-def test_a_schema_names_classes_and_makes_no_other() -> None:
+def test_a_schema_makes_only_classes_that_the_rank_knows() -> None:
     tensors, schema = flatten(Pair(torch.ones(2), None))
     assert str(schema) == "Pair(float32[2], None, 1.0)"
     back = unflatten(Schema.decode(schema.encode()), tensors)

@@ -150,7 +150,7 @@ def after_failure(kind: str) -> str:
     ],
 )
 def test_after_a_failed_read_inputs_and_labels_match(ranks: Any, kind: str, words: str) -> None:
-    """The rank that failed had read less than the others, so that the next labels were of other samples."""
+    """The rank that failed has read fewer microbatches than the others; labels must be of the same samples again."""
     first, second = ranks(2, after_failure, kind)
     assert first == second and re.search(words, first, re.DOTALL)
 
@@ -168,7 +168,7 @@ def freeze_then_shapes() -> str:
     return text
 
 
-def test_a_freeze_before_a_failed_step_is_not_forgotten(ranks: Any) -> None:
-    """The next step took the messages between stages to have gradients that were not computed any more."""
+def test_a_freeze_before_a_failed_step_acts_in_the_next_step(ranks: Any) -> None:
+    """The first stage is frozen, and then a step fails; the next step trains the other stage only."""
     for text in ranks(4, freeze_then_shapes):
         assert "so they must take the same samples" in text

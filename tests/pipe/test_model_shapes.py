@@ -218,7 +218,7 @@ def few() -> list[Any]:
 
 
 @pytest.mark.parametrize(("axes", "schedule", "stage", "model"), few())
-def test_a_model_of_a_guide_is_its_plain_form(
+def test_models_of_the_guides_train_as_their_plain_forms(
     ranks: Any, axes: dict[str, int], schedule: str, stage: int, model: str
 ) -> None:
     results = ranks(math.prod(axes.values()), trained, model, axes, schedule, stage)

@@ -110,7 +110,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("axes", "schedule", "stage"), CASES)
-def test_terms_are_those_of_one_process(ranks: Any, axes: dict[str, int], schedule: str, stage: int) -> None:
+def test_named_terms_equal_those_of_one_process(ranks: Any, axes: dict[str, int], schedule: str, stage: int) -> None:
     wanted = plain(True)
     parts = SAMPLES * axes.get("context", 1)  # in each of them the metric's weight is 1
     for steps in ranks(math.prod(axes.values()), trained, axes, schedule, stage, True):
@@ -123,7 +123,7 @@ def test_terms_are_those_of_one_process(ranks: Any, axes: dict[str, int], schedu
 
 
 @pytest.mark.parametrize(("axes", "stage"), [({"pipe": 2}, 0), ({"data": 2}, 3)])
-def test_means_in_a_dict_need_no_weight(ranks: Any, axes: dict[str, int], stage: int) -> None:
+def test_means_in_a_dict_train_without_weights(ranks: Any, axes: dict[str, int], stage: int) -> None:
     for steps in ranks(2, trained, axes, "1f1b", stage, False):
         assert_steps_equal(steps, plain(False))
 
@@ -154,7 +154,7 @@ def with_a_module(pipe: int, stage: Any) -> tuple[list[float], dict[str, Tensor]
 
 
 @pytest.mark.parametrize(("pipe", "stage"), [(2, 0), (1, 3)])
-def test_a_module_as_loss_names_its_terms(ranks: Any, pipe: int, stage: int) -> None:
+def test_a_loss_module_with_parameters_trains_on_each_grid(ranks: Any, pipe: int, stage: int) -> None:
     wanted, weights = with_a_module(1, 0)
     for found, own in ranks(2, with_a_module, pipe, stage):
         assert found == pytest.approx(wanted, rel=1e-10)
@@ -193,7 +193,7 @@ def plain_module_steps() -> list[tuple[dict[str, float], dict[str, Tensor]]]:
 
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_plain_module_takes_named_terms(ranks: Any, stage: int, pairs: bool) -> None:
+def test_a_plain_module_with_named_terms_trains_as_torch(ranks: Any, stage: int, pairs: bool) -> None:
     for found in ranks(2, module_steps, stage, pairs):
         for (metrics, gradients), (values, own) in zip(found, plain_module_steps(), strict=True):
             assert metrics == pytest.approx(values, rel=1e-10) and list(metrics) == list(values)
@@ -323,7 +323,7 @@ class One:
         return {"next": self.loss.weight(labels)}
 
 
-def test_auxiliary_losses_weigh_the_same_beside_named_ones(ranks: Any) -> None:
+def test_auxiliary_losses_count_equally_with_named_losses(ranks: Any) -> None:
     for (losses, gradients), (own, wanted) in zip(
         ranks(2, with_experts, True), ranks(2, with_experts, False), strict=True
     ):
@@ -369,7 +369,7 @@ class Rare:
         return {"rare": (labels < 2).sum()}
 
 
-def test_a_term_may_be_absent_and_an_evaluation_have_more_metrics() -> None:
+def test_a_loss_term_may_be_absent_and_evaluation_adds_metrics() -> None:
     grid = Grid()
     (ids, labels), *_ = batches()
     empty = [not (each < 2).any() for each in labels]
@@ -386,7 +386,7 @@ def test_a_term_may_be_absent_and_an_evaluation_have_more_metrics() -> None:
     torch.testing.assert_close(engine.gather("gradients"), own, rtol=1e-10, atol=1e-13)
 
 
-def test_a_plain_modules_losses_keep_their_names() -> None:
+def test_losses_of_a_plain_module_must_keep_their_names() -> None:
     engine: Any = triax.Engine(nn.Linear(2, 2), optimizer=SGD, batch=triax.Batch(size=2), grid=Grid())
     for names in (["a"], ["b"]):
         engine.backward(dict.fromkeys(names, engine(torch.ones(2, 2)).square().mean()))

@@ -66,7 +66,7 @@ def replayed(schedule: Schedule, costs: Costs) -> tuple[float, list[float]]:
 @pytest.mark.parametrize(
     ("pipe", "microbatches"), [(4, 8), (8, 32), pytest.param(16, 64, marks=pytest.mark.exhaustive)]
 )
-def test_pipeoffload_no_longer_with_less_memory(pipe: int, microbatches: int) -> None:
+def test_pipeoffload_lowers_memory_without_more_time(pipe: int, microbatches: int) -> None:
     for name in ("1f1b", "interleaved", "zb-v"):
         plain = make_schedule(name, pipe, microbatches)
         for copy in (0.25, 0.9, 1.0):  # T_offload <= T_compute: F = I = W = 1
@@ -108,7 +108,7 @@ def test_offload_never_costs_time(
         assert "write a .json file" in error_text(lambda: write_schedule(found, Path("x.csv")))
 
 
-def test_critical_path_through_copies() -> None:
+def test_the_critical_path_passes_through_copies() -> None:
     schedule = replace(make_schedule("1f1b", 1, 2), orders=(ops("0F0 0O0 0F1 0B1 0R0 0B0"),))
     causes = CriticalPath(schedule, Costs(O=2.5, R=3))
     assert [str(span.op) for span in causes.path] == ["0F0", "0F1", "0B1", "0R0", "0B0"]
@@ -137,12 +137,12 @@ def test_critical_path_through_copies() -> None:
         ("0F0 0O0 0R0", "never runs 0B0"),
     ],
 )
-def test_misplaced_copies_have_their_reason(order: str, words: str) -> None:
+def test_verify_names_the_reason_of_misplaced_copies(order: str, words: str) -> None:
     schedule = replace(make_schedule("1f1b", 1, 1), orders=(ops(order),))
     assert words in error_text(lambda: verify(schedule), ScheduleError)
 
 
-def test_offload_refuses_what_it_cannot_do() -> None:
+def test_offload_pass_refuses_wrong_arguments() -> None:
     plain = make_schedule("1f1b", 4, 8)
     for arguments, words in (((1.5,), "from 0 to 1"), ((1.0, [4]), "stages are 0 to 3")):
         assert words in error_text(lambda: offload_pass(plain, *arguments))  # noqa: B023
@@ -179,7 +179,7 @@ def mutant(seed: int) -> Schedule:
 
 
 @pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 2300), marks=pytest.mark.exhaustive)])
-def test_verify_accepts_the_offload_orders_that_run_alone(seeds: range) -> None:
+def test_verify_accepts_only_offload_orders_that_run(seeds: range) -> None:
     assert_verify_accepts_what_runs((mutant(seed), 0) for seed in seeds)
 
 
@@ -249,7 +249,7 @@ def test_training_with_offload_equals_one_process(ranks: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("memory", [2.5, pytest.param(1.5, marks=pytest.mark.exhaustive)])
-def test_auto_offloads_where_that_shortens_the_step(memory: float) -> None:
+def test_auto_offloads_if_that_shortens_the_step(memory: float) -> None:
     costs = Costs(O=0.8, R=0.8)
     plain = find_schedule(4, 8, costs, memory, effort=0.01)
     found = find_fitting(4, 8, costs, memory, offload=1, effort=0.01)
@@ -277,7 +277,7 @@ def test_options_of_auto_reach_the_search_of_offload(monkeypatch: pytest.MonkeyP
     assert run.exit_code == 0 and "in host memory" in run.output and "above the lower bound" in run.output
 
 
-def test_recomputation_as_an_op() -> None:
+def test_recompute_pass_lowers_each_peak_to_one_microbatch() -> None:
     """C takes as long as F; where a rank waits for a gradient it costs nothing."""
     plain = make_schedule("1f1b", 4, 8)
     whole = recompute_pass(plain)
@@ -308,7 +308,7 @@ def test_recomputation_as_an_op() -> None:
 
 
 @pytest.mark.parametrize("memory", [1, pytest.param(1.5, marks=pytest.mark.exhaustive)])
-def test_auto_recomputes_where_that_shortens_the_step(memory: float) -> None:
+def test_auto_recomputes_if_that_shortens_the_step(memory: float) -> None:
     costs = Costs(0.5, 1, 1)
     plain = find_schedule(4, 8, costs, memory, effort=0.01)
     found = find_fitting(4, 8, costs, memory, recompute=1, effort=0.01)
@@ -328,13 +328,13 @@ def test_auto_recomputes_among_schedules_with_pairs() -> None:
     assert not found.pairs and found.makespan == simulate(found).makespan
 
 
-def test_recomputed_twice_is_refused() -> None:
+def test_recomputation_by_two_options_is_refused() -> None:
     twice: dict[str, Any] = {"name": "gpipe", "recompute": 1, "sections": {"recompute": {"enabled": True}}}
     message = error_text(lambda: one_process_engine([LayerSpec(nn.Linear, 4, 4)], 4, **twice))
     assert "leave one of them out" in message
 
 
-def test_no_more_bytes_are_held_than_simulated() -> None:
+def test_offload_holds_no_more_bytes_than_simulated() -> None:
     width, count, most = 512, 6, {}
     for device in ("none", "cpu"):
         layers: list[Any] = [LayerSpec(nn.Linear, width, width, bias=False), torch.tanh]
@@ -374,7 +374,7 @@ class Overwrites(nn.Module):
         return y
 
 
-def test_a_change_in_place_is_refused() -> None:
+def test_offload_refuses_saved_tensors_that_change_in_place() -> None:
     layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(Overwrites), LayerSpec(nn.Linear, 4, 4)]
     engine = one_process_engine(layers, 8, name="gpipe", offload=triax.OffloadActivations(device="cpu"))
     with pytest.raises(RuntimeError, match="changed in place after a layer had used it"):
@@ -395,7 +395,7 @@ class Activations(nn.Module):
         return x
 
 
-def test_weights_of_stage_3_are_looked_for_after_gathers_alone() -> None:
+def test_offload_looks_for_stage_3_weights_after_gathers_only() -> None:
     """Each saved activation costs a few looks at its own storage, and none at the storages of all weights."""
     looks = Counter[int]()
 

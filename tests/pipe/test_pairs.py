@@ -52,7 +52,7 @@ EIGHT = triax.Batch(microbatch=1, microbatches=8)
 
 @pytest.mark.parametrize(("pipe", "microbatches"), [(2, 5), (4, 16), (8, 64)])
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
-def test_the_three_formulas_of_stp(pipe: int, microbatches: int, share: float) -> None:
+def test_stp_makespans_equal_the_formulas_of_the_paper(pipe: int, microbatches: int, share: float) -> None:
     f = i = w = 1 / 2  # of one of the two stages of a rank
     ar = share * f
     costs, work = Costs(AR=share), 3 * microbatches
@@ -138,7 +138,7 @@ def with_pairs(schedule: Schedule, seed: int) -> Schedule:
 
 @settings(max_examples=100, derandomize=True)
 @given(schedules(NAMES), st.integers(0, 99), *[st.floats(0, 2)] * 6)
-def test_pairs_run_when_an_independent_simulator_says(
+def test_pairs_run_at_the_times_of_an_independent_simulator(
     schedule: Schedule, seed: int, f: float, i: float, w: float, comm: float, ar: float, a2a: float
 ) -> None:
     costs = Costs(f, i, w, comm, AR=ar, A2A=a2a)
@@ -211,7 +211,7 @@ def mutant(seed: int) -> tuple[Schedule, int]:
 
 
 @pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 2300), marks=pytest.mark.exhaustive)])
-def test_verify_accepts_pairs_that_run_and_no_others(seeds: range) -> None:
+def test_verify_accepts_only_pairs_that_run(seeds: range) -> None:
     assert_verify_accepts_what_runs(mutant(seed) for seed in seeds)
 
 
@@ -227,13 +227,13 @@ def test_verify_accepts_pairs_that_run_and_no_others(seeds: range) -> None:
         ("0F0 0F1 0B0 0B1", "0F2", "0F2 is the first op of a pair, but no rank runs it"),
     ],
 )
-def test_pairs_that_cannot_be_have_their_reason(order: str, pairs: str, words: str) -> None:
+def test_impossible_pairs_are_refused_with_the_reason(order: str, pairs: str, words: str) -> None:
     made = make_schedule("1f1b", 1, 2)
     wrong = error_text(lambda: replace(made, orders=(ops(order),), pairs=frozenset(ops(pairs))), ScheduleError)
     assert words in wrong
 
 
-def test_pairs_are_refused_where_they_are_already() -> None:
+def test_pair_pass_refuses_schedules_with_pairs_or_copies() -> None:
     paired = make_schedule("stp", 2, 6)
     assert "stp has pairs already" in error_text(lambda: pair_pass(paired))
     plain = make_schedule("1f1b", 4, 8)
@@ -268,13 +268,13 @@ def test_both_forwards_of_a_pair_wait_for_the_same_offloads() -> None:
     )
 
 
-def test_the_first_gather_of_a_stage_counts_in_a_pair_too() -> None:
+def test_a_pair_includes_the_first_gather_of_its_stage() -> None:
     paired = replace(make_schedule("1f1b", 1, 2), orders=(ops("0F0 0F1 0B0 0B1"),), pairs=frozenset(ops("0F0")))
     row = timeline_of(paired, Costs(GATHER=5), keep_gathered=True).rows[0]
     assert [span.end - span.start for span in row] == [5, 5, 2, 2]
 
 
-def test_a_cell_of_a_schedules_file_is_one_op_or_a_pair() -> None:
+def test_schedule_files_with_wrong_cells_or_sizes_are_refused() -> None:
     text = make_schedule("1f1b", 1, 3).to_json()
     assert "0F0&0F1&0F2 has 3 ops" in error_text(
         lambda: Schedule.from_json(text.replace('"0F0", ', '"0F0&0F1&0F2", ')), ValueError
@@ -358,7 +358,7 @@ def train(sizes: dict[str, Any], cells: list[Cell]) -> list[Any]:
     return found
 
 
-def check_cells(ranks: Any, sizes: dict[str, int], size: int, cells: list[Cell]) -> None:
+def require_cells_equal_to_one_process(ranks: Any, sizes: dict[str, int], size: int, cells: list[Cell]) -> None:
     loss, gradients, *_ = train({}, [("1f1b", 0, {}, False, True)])[0]
     everyone = ranks(size, train, sizes, cells, timeout=120)
     for cell, *found in zip(cells, *everyone, strict=True):
@@ -375,7 +375,7 @@ def test_training_with_pairs_equals_one_process(ranks: Any) -> None:
         ("stp", 3, {}, False, True),  # one pass after the other
         ("eager-1f1b", 2, {}, True, True),
     ]
-    check_cells(ranks, {"pipe": 2, "tensor": 2}, 4, cells)
+    require_cells_equal_to_one_process(ranks, {"pipe": 2, "tensor": 2}, 4, cells)
 
 
 @pytest.mark.exhaustive
@@ -387,14 +387,14 @@ def test_pairs_of_each_schedule_equal_one_process(ranks: Any, name: str) -> None
         (2, {"granularity": "matmul"}),
     ]
     cells = [(name, *way, parallel, True) for way in ways for parallel in (False, True)]
-    check_cells(ranks, {"pipe": 2, "data": 2, "tensor": 2}, 8, cells)
+    require_cells_equal_to_one_process(ranks, {"pipe": 2, "data": 2, "tensor": 2}, 8, cells)
 
 
 def train_on_axes(job: Job, place: Place, file: str) -> Any:
     return five_axes.train(job, place, settings={"pipeline": {"schedule": file}})
 
 
-def check_axes(ranks: Any, place: Place, file: str) -> None:
+def require_axes_equal_to_one_process(ranks: Any, place: Place, file: str) -> None:
     everyone = ranks(place.ranks, train_on_axes, Job(), place, file, timeout=120)
     assert not differences(everyone, (Job(), place))
 
@@ -411,16 +411,16 @@ def paired_file(folder: Path, name: str, pipe: int, microbatches: int) -> str:
 
 def test_pairs_with_experts_equal_one_process(ranks: Any, tmp_path: Path) -> None:
     place = Place(pipe=2, data=2, expert=2, schedule="zb-v", microbatches=8, stage=2)
-    check_axes(ranks, place, paired_file(tmp_path, "stp", 2, 8))
+    require_axes_equal_to_one_process(ranks, place, paired_file(tmp_path, "stp", 2, 8))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 def test_pairs_on_five_axes_equal_one_process(ranks: Any, tmp_path: Path, kind: str) -> None:
     place = Place(pipe=2, context=2, tensor=2, kind=kind, schedule="zb-v", microbatches=8, stage=1)
-    check_axes(ranks, place, paired_file(tmp_path, "stp", 2, 8))
+    require_axes_equal_to_one_process(ranks, place, paired_file(tmp_path, "stp", 2, 8))
     place = Place(data=2, context=2, tensor=2, expert=2, kind=kind, microbatches=4, stage=2, shard_tensor=True)
-    check_axes(ranks, place, paired_file(tmp_path, "gpipe", 1, 4))
+    require_axes_equal_to_one_process(ranks, place, paired_file(tmp_path, "gpipe", 1, 4))
 
 
 class Fails(nn.Module):
@@ -459,13 +459,13 @@ def failing(where: str) -> str:
 
 
 @pytest.mark.parametrize(("where", "op"), [("forward", "0F4&0B3"), ("backward", "0F5&0B4")])
-def test_a_pass_that_fails_stops_its_pair_and_the_others(ranks: Any, where: str, op: str) -> None:
+def test_a_failing_pass_of_a_pair_stops_all_ranks(ranks: Any, where: str, op: str) -> None:
     first, second = ranks(2, failing, where, timeout=60)
     assert f"rank 1 (pipe 0, data 0, tensor 1) failed at {op}: ArithmeticError: boom" in second
     assert "rank 0 (pipe 0, data 0, tensor 0) stopped at" in first and "ArithmeticError: boom" in first
 
 
-def test_engines_refuse_what_pairs_cannot_do() -> None:
+def test_engines_refuse_options_that_pairs_cannot_have() -> None:
     def made(**schedule: Any) -> str:
         module = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 4, grid=Grid(), loss_fn=summed_loss)
         return error_text(partial(pipeline_engine, module, EIGHT, schedule=ScheduleOptions(**schedule)))
@@ -481,13 +481,13 @@ def run(*words: str, collectives: str = "0.25") -> Any:
 
 
 @pytest.mark.exhaustive
-def test_the_command_compares_with_pairs() -> None:
+def test_schedule_compare_ranks_stp_first_with_pairs() -> None:
     rows = run("compare", "--pipe", "4", "--microbatches", "16", "--pairs", "--json")["schedules"]
     assert [row["name"] for row in rows][:2] == ["stp", "dualpipe-v"]
     assert rows[0]["makespan"] == simulate(make_schedule("stp", 4, 16), Costs(AR=0.25)).makespan
 
 
-def test_the_command_pairs_passes() -> None:
+def test_triax_schedule_shortens_a_schedule_by_pairs() -> None:
     sizes = ("--pipe", "4", "--microbatches", "16")
     plain, paired = run("dualpipe-v", *sizes, "--json"), run("dualpipe-v", *sizes, "--pairs", "--json")
     assert (plain["makespan"], paired["makespan"]) == (54.75, 53.25)

@@ -42,7 +42,7 @@ def test_balanced_is_optimal_and_leaves_no_stage_empty(data: st.DataObject) -> N
     assert max(loads(weights, cuts)) == pytest.approx(best_maximum(weights, parts), rel=1e-12)
 
 
-def test_balanced_spreads_what_the_largest_stage_leaves_free() -> None:
+def test_balanced_spreads_layers_evenly_below_the_maximum() -> None:
     # A greedy filling under the optimal cap of 8 would give 8, 8, 8, 6.
     assert loads([1.0] * 30, balanced([1.0] * 30, 4)).count(7.0) == 2
 
@@ -74,5 +74,5 @@ def test_each_partition_method_cuts_by_its_rule() -> None:
         ([0, 6, 6], 2, "leaves stage 1 without layers"),
     ],
 )
-def test_refusals_say_what_to_type(method: str | list[int], stages: int, words: str) -> None:
+def test_boundaries_refuses_wrong_methods_with_a_way_out(method: str | list[int], stages: int, words: str) -> None:
     assert words in error_text(lambda: boundaries(method, stages, ["Block"] * 6, lambda: [1.0] * 6))

@@ -138,14 +138,14 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
     ],
     ids=str,
 )
-def test_it_starts_and_trains_bitwise_as_one_built_at_once(
+def test_meta_device_models_train_bitwise_as_directly_built_ones(
     ranks: Any, shape: tuple[int, int, int], cells: list[Cell]
 ) -> None:
     for alike in ranks(shape[0] * shape[1] * shape[2], trained, shape, cells):
         assert all(alike)
 
 
-def test_before_its_values_come() -> None:
+def test_placeholders_read_as_nan_until_they_are_filled() -> None:
     """Reading shows NaN, running says what to do, and what was written is not lost in silence."""
     model = odd_model(Grid(), device="meta")
     weight = dict(model.named_parameters())["layers.2.first.weight"]
@@ -185,7 +185,7 @@ class NeedsValues(nn.Module):
         self.scale = float(torch.rand(()).item())
 
 
-def test_what_cannot_be_built_so_says_so() -> None:
+def test_layers_that_cannot_be_built_on_meta_are_refused() -> None:
     with pytest.raises(ValueError, match=r"layer 0, LayerSpec\(NeedsValues\), cannot be built on the meta device"):
         PipelineModule([LayerSpec(NeedsValues)], device="meta")
     with torch.device("meta"):
@@ -213,7 +213,7 @@ def peak(stage: int, device: str | None) -> float:
         return growth.measure()[0] / (LAYER * LAYER * 4)
 
 
-def test_no_rank_holds_more_than_its_shard_and_a_layer(ranks: Any) -> None:
+def test_meta_device_models_hold_at_most_a_shard_and_a_layer(ranks: Any) -> None:
     """Resident memory, measured in layers of 24: half of them is a rank's share in stage 3.
 
     Less a few pages: what the small model before left free. In a process that ran other tests, small objects lie
@@ -240,7 +240,7 @@ class Residual(nn.Module):
         return y
 
 
-def limited(stage: int) -> str | list[float]:
+def losses_with_limited_memory(stage: int) -> str | list[float]:
     """The losses of a model whose states (16 bytes a parameter) are 4 times what a rank may allocate; or why not."""
     grid = Grid(data=8, timeout=60)
     before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -266,11 +266,11 @@ def limited(stage: int) -> str | list[float]:
 
 
 def test_a_model_4_times_what_a_rank_may_hold_trains_in_stage_3(ranks: Any) -> None:
-    for losses in ranks(8, limited, 3):
+    for losses in ranks(8, losses_with_limited_memory, 3):
         assert losses[1] < losses[0]
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
-def test_it_does_not_train_in_another_stage(ranks: Any, stage: int) -> None:
+def test_a_model_4_times_the_limit_fails_below_stage_3(ranks: Any, stage: int) -> None:
     """Stage 2 holds less than stage 0, and all the same too much."""
-    assert any("memory" in said for said in ranks(8, limited, stage))
+    assert any("memory" in said for said in ranks(8, losses_with_limited_memory, stage))

@@ -122,7 +122,7 @@ def zoo(interval: int, granularity: str = "full", number: int | None = None) -> 
 
 
 @pytest.mark.parametrize("granularity", ["full", "matmul"])
-def test_every_kind_of_layer_bit_by_bit(granularity: str) -> None:
+def test_recomputed_layers_of_each_kind_equal_plain_ones_bitwise(granularity: str) -> None:
     wanted = zoo(0)
     for interval in (1, 2, 3, 4, 100):
         found = zoo(interval, granularity)
@@ -176,7 +176,7 @@ def trained(
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 @pytest.mark.parametrize("section", [{}, {"interval": 1}, {"interval": 2}, {"granularity": "matmul"}])
-def test_a_layer_that_differentiates_its_own_products(section: dict[str, Any], schedule: str) -> None:
+def test_recomputed_layers_may_differentiate_in_their_forward_pass(section: dict[str, Any], schedule: str) -> None:
     batches = list(torch.randn(4, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))
     for difference in trained(Force, batches, section, schedule):
         assert difference.abs().max() < 1e-10
@@ -212,20 +212,22 @@ class Drifting(nn.Linear):
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 @pytest.mark.parametrize("section", [{}, {"interval": 1}, {"interval": 2}, {"granularity": "matmul"}])
 @pytest.mark.parametrize("layer", [Spectral, Drifting])
-def test_buffers_are_what_the_first_run_saw(layer: type[nn.Module], section: dict[str, Any], schedule: str) -> None:
+def test_recomputation_sees_the_buffers_of_the_first_run(
+    layer: type[nn.Module], section: dict[str, Any], schedule: str
+) -> None:
     batches = list(torch.randn(4, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))
     for difference in trained(layer, batches, section, schedule):
         assert difference.abs().max() < 1e-10
 
 
-def test_buffers_of_a_model_that_was_built_on_the_meta_device() -> None:
-    """The groups of ``number_checkpoints`` are made before the buffers have values: they were those of no layer."""
+def test_recomputation_keeps_buffers_of_meta_device_models() -> None:
+    """The groups of ``number_checkpoints`` are made before the buffers have values."""
     batches = list(torch.randn(4, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))
     for difference in trained(Drifting, batches, {"number_checkpoints": 1}, "1f1b", "meta"):
         assert difference.abs().max() < 1e-10
 
 
-def test_buffers_that_a_run_does_not_change_are_not_kept() -> None:
+def test_recomputation_keeps_only_buffers_that_change() -> None:
     model = PipelineModule([LayerSpec(Drifting, WIDTH)], grid=Grid(), activation_checkpoint_interval=1)
     ((_, layer),) = model.modules_of(0, 0, 1)
     assert isinstance(layer, Drifting)
@@ -242,7 +244,7 @@ def test_buffers_that_a_run_does_not_change_are_not_kept() -> None:
     assert scale.data_ptr() == place and torch.equal(scale, today) and kept[1].all()
 
 
-def test_each_layer_runs_twice_and_once_where_there_is_no_backward() -> None:
+def test_recomputed_layers_run_twice_and_once_without_backward() -> None:
     model = counting(2)
     x = torch.randn(3, 4, requires_grad=True)
     y = model(x)
@@ -274,9 +276,7 @@ class Shifts(nn.Module):
 
 
 @pytest.mark.parametrize("granularity", ["full", "matmul"])
-def test_a_layer_may_change_its_input_in_place(granularity: Any) -> None:
-    """torch refused it under recomputation, although a stage's boundary promises it."""
-
+def test_a_recomputed_layer_may_change_its_input_in_place(granularity: Any) -> None:
     def enters(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ids = torch.tensor([0, 2])
         ids.step = 1  # type: ignore[attr-defined]
@@ -325,7 +325,7 @@ def test_inputs_changed_in_place_that_cannot_be_restored_are_refused() -> None:
         call([nn.Linear(3, 4), parts, moody])
 
 
-def test_products_that_are_changed_in_place_are_not_kept() -> None:
+def test_recomputation_drops_products_that_change_in_place() -> None:
     layers = [nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True), nn.Linear(5, 3), nn.Tanh())]
     x, found = torch.randn(2, 3), []
     for granularity in ("full", "matmul"):
@@ -395,8 +395,8 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("layer", [Remembers, Attributes])
-def test_what_a_layer_remembers_advances_once(layer: type[nn.Module]) -> None:
-    """The second run began with the values of the first run's end, and its own were kept: they advanced twice."""
+def test_recomputation_advances_the_state_of_a_layer_once(layer: type[nn.Module]) -> None:
+    """The second run begins with the state before the first run, and its own changes are dropped."""
     found = []
     for recomputes in (False, True):
         torch.manual_seed(0)

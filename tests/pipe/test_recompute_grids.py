@@ -54,7 +54,7 @@ SECTIONS: list[dict[str, Any]] = [
 ]
 
 
-def check(ranks: Any, grid: tuple[int, int, int], cells: list[Cell], steps: int = 1) -> None:
+def require_equal_to_one_process(ranks: Any, grid: tuple[int, int, int], cells: list[Cell], steps: int = 1) -> None:
     """Equal to one process without recomputation, to 1e-10."""
     plain: dict[bool, Cell] = {tied: ("gpipe", 1, 0, tied, False, {}) for tied in {cell[3] for cell in cells}}
     wanted = {tied: train((1, 1, 1), [cell], steps)[0] for tied, cell in plain.items()}
@@ -68,14 +68,14 @@ def check(ranks: Any, grid: tuple[int, int, int], cells: list[Cell], steps: int 
             torch.testing.assert_close(found[0][i][1][name], gradient, rtol=1e-10, atol=1e-12, msg=message)
 
 
-def test_gradients_on_one_process(ranks: Any) -> None:
+def test_recomputed_gradients_on_one_process_equal_plain_ones(ranks: Any) -> None:
     turns = zip(SECTIONS, itertools.cycle((("1f1b", 1, 0), ("zb-h1", 1, 3), ("zb-v", 2, 1))), strict=False)
     cells = [(*schedule, i % 2 == 0, False, section) for i, (section, schedule) in enumerate(turns)]
-    check(ranks, (1, 1, 1), cells)
+    require_equal_to_one_process(ranks, (1, 1, 1), cells)
 
 
 @pytest.mark.parametrize("grid", [(2, 2, 1), (2, 1, 2)], ids=lambda g: "x".join(map(str, g)))
-def test_gradients_on_a_grid(ranks: Any, grid: tuple[int, int, int]) -> None:
+def test_recomputed_gradients_on_a_grid_equal_one_process(ranks: Any, grid: tuple[int, int, int]) -> None:
     """A part of the sweep below: each section once, with schedules, stages, ties and shards in turn."""
     turns = zip(
         SECTIONS,
@@ -88,7 +88,9 @@ def test_gradients_on_a_grid(ranks: Any, grid: tuple[int, int, int]) -> None:
         for i, (section, schedule, stage) in enumerate(turns)
     ]
     # What is divided over the tensor axis on a grid that has one, and the others on a grid of replicas.
-    check(ranks, grid, [cell for cell in cells if (grid[2] == 2) == ("partition_activations" in cell[-1])])
+    require_equal_to_one_process(
+        ranks, grid, [cell for cell in cells if (grid[2] == 2) == ("partition_activations" in cell[-1])]
+    )
 
 
 @pytest.mark.exhaustive
@@ -107,7 +109,7 @@ def test_recomputed_gradients_are_exact_on_every_grid(
         cells = [(*schedule, stage, stage % 2 == 0, False, section) for stage in range(4)]
         if grid[2] == 2:
             cells += [(*schedule, stage, True, True, section) for stage in (0, 3)]
-        check(ranks, grid, cells, steps=2)
+        require_equal_to_one_process(ranks, grid, cells, steps=2)
 
 
 class Sometimes(nn.Linear):
@@ -135,7 +137,7 @@ def stage_three(replicas: int, section: dict[str, Any], sometimes: bool, **zero:
     return engine.traffic_report()["sent"], engine.gather("gradients")
 
 
-def test_stage_three_gathers_no_more_than_without(ranks: Any) -> None:
+def test_recomputation_adds_no_gathers_in_stage_3(ranks: Any) -> None:
     """The weights that a second run gathers stay for the backward pass that follows it."""
     plain = ranks(2, stage_three, 2, {}, False)
     for section in ({"interval": 1}, {"interval": 4}):
@@ -145,7 +147,7 @@ def test_stage_three_gathers_no_more_than_without(ranks: Any) -> None:
             assert all(torch.equal(gradients[name], same[name]) for name in same)
 
 
-def test_replicas_that_differ_meet_in_the_same_gathers(ranks: Any) -> None:
+def test_replicas_that_use_different_layers_share_gathers(ranks: Any) -> None:
     wanted = ranks(2, stage_three, 2, {}, True)[0][1]
     assert all(gradient.any() for gradient in wanted.values())
     zeros: list[dict[str, Any]] = [{"overlap_comm": False}, {"stage3_max_live_parameters": 5000}]
@@ -182,7 +184,7 @@ def sliced(size: int, section: dict[str, Any]) -> tuple[int, bool, list[Any]]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_slices_come_back_whole(ranks: Any, size: int) -> None:
+def test_sliced_inputs_are_restored_bitwise(ranks: Any, size: int) -> None:
     elements = [105, 105, 54]
     for kept, right, own in ranks(size, sliced, size, {"partition": True}):
         slices = sum(4 * -(-n // size) for n in elements) + 2 * -(-105 // size)
@@ -193,7 +195,7 @@ def test_slices_come_back_whole(ranks: Any, size: int) -> None:
         assert right
 
 
-def test_a_buffer_without_a_tensor_axis() -> None:
+def test_kept_inputs_are_restored_on_one_rank() -> None:
     assert sliced(1, {"slots": 3})[1]
     assert sliced(1, {})[1]
 
@@ -211,7 +213,7 @@ def differ(section: dict[str, Any]) -> None:
     engine.train_batch(iter([(torch.ones(2, 3), None)]))
 
 
-def test_a_failure_names_the_rank_and_the_layers(ranks: Any) -> None:
+def test_a_recomputation_error_names_the_op_and_the_layers(ranks: Any) -> None:
     with pytest.raises(RankFailure, match="failed at 0B0: RuntimeError: layer 1 did something else"):
         ranks(2, differ, {"interval": 1})
 
@@ -256,7 +258,7 @@ def block_bytes(tensor: int, cells: list[dict[str, Any]]) -> list[int]:
         *(pytest.param(size, ("fp64", "fp32", "bf16"), marks=pytest.mark.exhaustive) for size in (2, 4)),
     ],
 )
-def test_counted_activations_are_the_formulas(ranks: Any, tensor: int, precisions: tuple[str, ...]) -> None:
+def test_counted_activation_bytes_equal_the_formulas(ranks: Any, tensor: int, precisions: tuple[str, ...]) -> None:
     cells: list[dict[str, Any]] = [
         {"recompute": r, "sequence_parallel": s, "partitioned": p, "dropout": d, "precision": e}
         for r, s, p, d, e in itertools.product(
@@ -273,8 +275,8 @@ def test_counted_activations_are_the_formulas(ranks: Any, tensor: int, precision
         assert dict(zip(map(str, cells), counted, strict=True)) == dict(zip(map(str, cells), wanted, strict=True))
 
 
-def test_activation_bytes_are_those_of_korthikantis_table() -> None:
-    """Korthikanti et al. 2022, table 2, and what is ours and what theirs of it."""
+def test_activation_formulas_equal_korthikantis_table() -> None:
+    """Korthikanti et al. 2022, table 2, and the bytes that triax keeps beside it."""
     shape, sbh = (1, 2048, 12288, 96), 2048 * 12288
     assert paper_activations(*shape) == sbh * (34 + 5 * 96 * 2048 / 12288)
     assert paper_activations(*shape, 8) == sbh * (10 + 24 / 8 + 5 * 96 * 2048 / 12288 / 8)

@@ -87,7 +87,7 @@ def test_backward_frees_kept_inputs_without_the_collector() -> None:
         gc.enable()
 
 
-def test_a_layer_that_is_recomputed_otherwise_is_refused() -> None:
+def test_a_layer_that_recomputes_differently_is_refused() -> None:
     class Moody(nn.Linear):
         calls = 0
 
@@ -208,7 +208,7 @@ def test_recompute_options_that_contradict_are_refused(section: dict[str, Any], 
         ({"number_checkpoints": 9}, "a rank with 1 stages of 4 layers has at least 1 groups and at most 4"),
     ],
 )
-def test_triax_warns_of_options_that_change_nothing(
+def test_triax_warns_of_recompute_options_without_effect(
     caplog: pytest.LogCaptureFixture, section: dict[str, Any], note: str
 ) -> None:
     with caplog.at_level(logging.WARNING, "triax"):
@@ -216,7 +216,7 @@ def test_triax_warns_of_options_that_change_nothing(
     assert note in caplog.text
 
 
-def test_which_layers_each_key_recomputes() -> None:
+def test_each_key_recomputes_its_groups_of_layers() -> None:
     def groups(section: dict[str, Any], interval: int = 0) -> list[int]:
         module = configured(section, interval).module
         return [group.stop - group.start for group in module.recompute.groups(module, 0) if group.recomputed]

@@ -56,7 +56,7 @@ def peak(schedule: Schedule) -> float:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_each_generator_stands_under_a_drawing_of_its_output(name: str) -> None:
+def test_each_generators_docstring_draws_its_schedule(name: str) -> None:
     rows = re.findall(r"rank (\d+): (.*)", RECIPES[name].make.__doc__ or "")
     drawn = [[Op.parse(op) for op in re.split(r"[ &]", row)] for _, row in rows]
     assert drawn, f"{name} has no drawing"
@@ -84,7 +84,7 @@ FORMULAS = {
 
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("pipe", [1, 2, 3, 4, 5, 8, 13])
-def test_bubble_and_peak_are_the_published_ones(name: str, pipe: int) -> None:
+def test_bubbles_and_peaks_equal_the_published_ones(name: str, pipe: int) -> None:
     chunks, idle_time, most = FORMULAS[name]
     for m in {pipe, pipe + 1, 2 * pipe, 2 * pipe + 1, 3 * pipe + 2}:
         if m >= RECIPES[name].least(pipe):
@@ -194,7 +194,7 @@ def test_schedules_are_no_slower_than_their_papers_generators(size: tuple[str, i
 
 @pytest.mark.parametrize("pipe", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("waves", [1, 2, 3])
-def test_waves_idle_no_longer_than_published(pipe: int, waves: int) -> None:
+def test_wave_schedules_idle_no_longer_than_published(pipe: int, waves: int) -> None:
     """Liu 2023, Hanayo: of p microbatches."""
     bubble = simulate(make_schedule("wave", pipe, pipe, 2 * waves)).bubble
     assert bubble < (2 * pipe - 2) / (3 * pipe * waves + pipe - 1)
@@ -208,7 +208,7 @@ def test_more_waves_make_a_smaller_bubble(pipe: int, chunks: int) -> None:
         assert peak(schedule) <= pipe + (pipe - 1) * (chunks - 2) / (2 * chunks) + 1e-9
 
 
-def test_zb_h1_at_other_costs() -> None:
+def test_zb_h1_makespans_equal_the_formula_at_other_costs() -> None:
     for costs in (Costs(1, 1.2, 0.7), Costs(1, 1, 0.5), Costs(1.5, 1, 1)):
         f, i, w = (float(x) for x in (costs.F, costs.I, costs.W))  # type: ignore[arg-type]
         for p, m in ((2, 4), (4, 9), (6, 12)):
@@ -217,7 +217,7 @@ def test_zb_h1_at_other_costs() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_size_runs_or_is_refused_with_one_that_does(name: str) -> None:
+def test_every_size_runs_or_is_refused_with_the_nearest_size(name: str) -> None:
     for pipe in (0, 1, 2, 3, 5):
         for m in (0, 1, 2, 3, 7):
             for chunks in (None, 0, 1, 2, 3, 4):
@@ -229,7 +229,7 @@ def test_every_size_runs_or_is_refused_with_one_that_does(name: str) -> None:
                 assert nearest, refusal
                 better = {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", nearest[1])}
                 again = better.get("pipe", pipe), better.get("microbatches", m), better.get("chunks", chunks)
-                # where two things were wrong, the second is named next
+                # if two things are wrong, the second error is another one
                 assert refused(name, *again) != refusal
 
 
@@ -241,13 +241,13 @@ def refused(name: str, pipe: int, microbatches: int, chunks: int | None) -> str 
     return None
 
 
-def test_an_unknown_name_has_the_nearest() -> None:
+def test_an_unknown_schedule_error_names_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"there is no schedule '1F1B'; did you mean '1f1b'\?"):
         make_schedule("1F1B", 2, 2)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_json_and_csv_round_trip(name: str) -> None:
+def test_schedules_survive_json_and_csv_unchanged(name: str) -> None:
     schedule = make_schedule(name, 3, max(6, RECIPES[name].least(3)))
     assert Schedule.from_json(schedule.to_json()) == schedule
     assert hash(Schedule.from_json(schedule.to_json())) == hash(schedule)
@@ -255,7 +255,7 @@ def test_json_and_csv_round_trip(name: str) -> None:
     assert all(Op.parse(str(op)) == op for order in schedule.orders for op in order)
 
 
-def test_torchs_csv_with_idle_cells_messages_and_pairs() -> None:
+def test_torchs_csv_is_read_with_idle_cells_messages_and_pairs() -> None:
     text = "0UNSHARD,0F0,0SEND_F0,0F1,,,0B0,0RECV_B1,0B1,0REDUCE_GRAD\n,1RECV_F0,1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"
     schedule = Schedule.from_csv(text)
     assert schedule.orders[0] == tuple(map(Op.parse, ("0F0", "0F1", "0B0", "0B1")))
@@ -270,7 +270,7 @@ def test_torchs_csv_with_idle_cells_messages_and_pairs() -> None:
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_torchs_own_parser_reads_what_is_written(name: str, tmp_path: Path) -> None:
+def test_torchs_parser_reads_written_schedules(name: str, tmp_path: Path) -> None:
     """torch's runtime reads the file, checks the order, and puts each stage on the same rank."""
     pipelining = pytest.importorskip("torch.distributed.pipelining.schedules")
     schedule = make_schedule(name, 3, 8)
@@ -322,7 +322,7 @@ ZERO_BUBBLE_LINES = {
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_the_zero_bubble_repositorys_lines_round_trip(name: str, tmp_path: Path) -> None:
+def test_schedules_survive_zero_bubble_text_unchanged(name: str, tmp_path: Path) -> None:
     schedule = make_schedule(name, 3, 8)
     file = tmp_path / "schedule.txt"
     if schedule.pairs:
@@ -332,7 +332,7 @@ def test_the_zero_bubble_repositorys_lines_round_trip(name: str, tmp_path: Path)
     assert read_schedule(file) == replace(schedule, name="schedule")
 
 
-def test_the_zero_bubble_repositorys_lines_are_read() -> None:
+def test_zero_bubble_text_is_read_or_refused_with_the_reason() -> None:
     one = from_zero_bubble(ZERO_BUBBLE_LINES["1f1b"])
     assert one.orders == make_schedule("1f1b", 2, 3).orders and one.placement == (0, 1)
     both = from_zero_bubble(ZERO_BUBBLE_LINES["zb-v"])
@@ -348,7 +348,7 @@ def test_the_zero_bubble_repositorys_lines_are_read() -> None:
     assert "tell two apart" in error_text(lambda: to_zero_bubble(make_schedule("interleaved", 2, 4, 3)))
 
 
-def test_names_and_pictures_need_no_torch() -> None:
+def test_schedules_are_made_and_simulated_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from triax.pipe.program import draw, ops, passes, simulate, verify\n"
@@ -358,7 +358,7 @@ def test_names_and_pictures_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 
 
-def test_torchs_own_orders_where_they_can_be_had() -> None:
+def test_schedules_equal_the_orders_of_torch() -> None:
     pipelining = pytest.importorskip("torch.distributed.pipelining.schedules")
 
     def theirs(kind: str, pipe: int, m: int, placement: tuple[int, ...]) -> Schedule:
@@ -393,7 +393,7 @@ def test_torchs_own_orders_where_they_can_be_had() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TRAINING)
-def test_large_sizes_are_made_verified_and_timed_at_once(name: str) -> None:
+def test_large_schedules_are_made_and_simulated_in_seconds(name: str) -> None:
     begin = time.process_time()
     schedule = make_schedule(name, 32, 256)
     verify(schedule)
@@ -409,7 +409,7 @@ def test_large_sizes_are_made_verified_and_timed_at_once(name: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("pipe", [1, 2, 3, 5, 6, 8, 12, 16, 24, 32])
-def test_every_name_verifies_at_every_size(pipe: int) -> None:
+def test_every_named_schedule_verifies_at_every_size(pipe: int) -> None:
     for name, recipe in RECIPES.items():
         for m in {1, 2, pipe - 1, pipe, pipe + 1, 2 * pipe, 3 * pipe - 1, 64} - {0}:
             for chunks in (1, 2, 3, 4):
@@ -424,7 +424,7 @@ def run(*words: str) -> tuple[int, str]:
     return run_triax("schedule", *words)
 
 
-def test_the_command_prints_one_json_object() -> None:
+def test_triax_schedule_prints_one_json_object() -> None:
     code, output = run("zb-v", "--pipe", "4", "--microbatches", "8", "--json")
     assert code == 0
     found = json.loads(output)
@@ -461,7 +461,7 @@ def test_a_schedule_has_two_microbatches_a_rank_by_default() -> None:
     assert run("1f1b", "--pipe", "3")[1].startswith("1f1b: pipe 3, microbatches 6, chunks 1")
 
 
-def test_the_command_compares_what_fits() -> None:
+def test_schedule_compare_lists_the_schedules_that_fit() -> None:
     code, output = run("compare", "--pipe", "4", "--microbatches", "8", "--memory", "3", "--json")
     assert code == 0
     assert {row["name"] for row in json.loads(output)["schedules"]} == {"v-half", "v-min"}
@@ -489,7 +489,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_schedules_of_a_package_by_name(package: Path) -> None:
+def test_schedules_of_installed_packages_are_found_by_name(package: Path) -> None:
     assert schedule_names()[-2:] == ("mine", "odd")
     assert make_schedule("mine", 2, 4) == make_schedule("interleaved", 2, 4, 3)
     require_schedule("pipeline.schedule", "mine")
@@ -505,7 +505,7 @@ def test_schedules_of_a_package_by_name(package: Path) -> None:
     assert "interleaved" in run("mine", "--pipe", "2")[1]
 
 
-def test_the_command_reads_your_own_schedule(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_triax_schedule_reads_a_file_of_a_user(tmp_path) -> None:  # type: ignore[no-untyped-def]
     mine = tmp_path / "mine.csv"
     mine.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     code, output = run(str(mine), "--json", "--plot", str(tmp_path / "mine.svg"))
@@ -538,7 +538,7 @@ def test_the_command_reads_your_own_schedule(tmp_path) -> None:  # type: ignore[
         (["1f1b", "--pairs"], "&", "--pairs joins no passes"),
     ],
 )
-def test_the_command_says_that_an_option_does_nothing(words: list[str], kind: str, message: str) -> None:
+def test_triax_schedule_warns_if_an_option_does_nothing(words: list[str], kind: str, message: str) -> None:
     larger = ["dualpipe-v", "--pairs", "--collectives", "0.5"] if kind == "&" else words
     for given, nothing in ([*words, "--pipe", "2"], True), ([*larger, "--pipe", "4", "--microbatches", "8"], False):
         result = CliRunner().invoke(app, ["schedule", *given, "--json"])
@@ -572,12 +572,12 @@ def test_the_command_says_that_an_option_does_nothing(words: list[str], kind: st
         ),
     ],
 )
-def test_the_command_says_what_to_type(words: list[str], message: str) -> None:
+def test_triax_schedule_errors_say_what_to_type(words: list[str], message: str) -> None:
     code, output = run(*words)
     assert code == 2 and message in output
 
 
-def test_a_deeply_nested_file_is_no_schedule(tmp_path: Path) -> None:
+def test_triax_schedule_refuses_a_deeply_nested_file(tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
     code, output = run(str(tmp_path / "deep.json"))
     assert code == 2 and "nested too deeply" in output

@@ -28,7 +28,7 @@ MEASURED = Costs(1, 0.993, 0.717, 0.0335)
     ("memory", "solver"),
     [(4, 7.78), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in ((3, 14.89), (2, 27.55)))],
 )
-def test_as_good_as_a_constraint_solver_given_minutes(memory: int, solver: float) -> None:
+def test_the_search_is_as_good_as_a_constraint_solver(memory: int, solver: float) -> None:
     found = find_schedule(4, 8, MEASURED, memory, chunks=2, effort=0.4)
     verify(found, memory)
     assert round(100 * found.bubble, 2) <= solver
@@ -47,7 +47,7 @@ def test_as_good_as_a_constraint_solver_given_minutes(memory: int, solver: float
         (6, 24, Costs(1, 1.3, 0.7, 0.1), 4, 82.9),
     ],
 )
-def test_the_search_finds_what_earlier_ones_found(
+def test_the_search_is_no_slower_than_recorded_results(
     pipe: int, microbatches: int, costs: Costs, memory: float, makespan: float
 ) -> None:
     found = find_schedule(pipe, microbatches, costs, memory)
@@ -56,14 +56,14 @@ def test_the_search_finds_what_earlier_ones_found(
 
 
 @pytest.mark.exhaustive
-def test_long_schedules_are_improved_at_their_ends() -> None:
+def test_the_search_brings_a_long_schedule_close_to_its_bound() -> None:
     found = find_schedule(8, 64, MEASURED, 8, chunks=2)
     verify(found, 8)
     assert 100 * found.bubble < 2.40 and found.gap < 0.001
 
 
 @pytest.mark.parametrize(("memory", "effort"), [(2, 0.05), pytest.param(3, 0.2, marks=pytest.mark.exhaustive)])
-def test_a_memory_for_which_no_schedule_has_a_name(memory: int, effort: float) -> None:
+def test_the_search_fits_memory_below_all_named_schedules(memory: int, effort: float) -> None:
     """V-Min takes 4. With less, only "one at a time" fits, which takes many times as long."""
     found = find_schedule(8, 24, MEASURED, memory, chunks=2, effort=effort)
     verify(found, memory)
@@ -71,7 +71,7 @@ def test_a_memory_for_which_no_schedule_has_a_name(memory: int, effort: float) -
     assert found.makespan < 0.35 * found.named_makespan and found.gap < 0.3
 
 
-def test_at_equal_costs_zb_v_is_the_lower_bound() -> None:
+def test_at_equal_costs_zb_v_reaches_the_lower_bound() -> None:
     found = find_schedule(4, 8, memory=4, chunks=2, effort=0.02)
     assert found.makespan == found.lower_bound == 25.5 and found.gap == 0
     assert "zb-v" in found.summary()
@@ -114,7 +114,7 @@ def test_no_order_beats_the_lower_bound(pipe: int) -> None:
 @given(
     st.integers(1, 4), st.integers(1, 8), costs, st.sampled_from([1, 1.5, 2, 3, None]), st.sampled_from([1, 2, None])
 )
-def test_never_worse_than_the_best_named_schedule_that_fits(
+def test_the_search_is_never_worse_than_the_best_named_schedule(
     pipe: int, m: int, at: Costs, memory: float | None, chunks: int | None
 ) -> None:
     found = find_schedule(pipe, m, at, memory, chunks, effort=0.005)
@@ -129,12 +129,12 @@ def test_never_worse_than_the_best_named_schedule_that_fits(
     assert found.lower_bound <= found.makespan + 1e-9
 
 
-def test_every_rank_finds_the_same() -> None:
+def test_two_searches_find_the_same_schedule() -> None:
     first, second = (find_schedule(3, 6, MEASURED, 2, effort=0.02) for _ in range(2))
     assert first == second and first.orders == second.orders
 
 
-def test_stages_may_cost_differently() -> None:
+def test_the_search_takes_different_costs_of_stages() -> None:
     slow_last = Costs([1, 1, 1, 2], [1, 1, 1, 2], [1, 1, 1, 2], 0.1)
     found = find_schedule(4, 8, slow_last, effort=0.1)
     verify(found)
@@ -152,7 +152,7 @@ def test_a_tuned_schedule_keeps_its_name_and_memory(name: str) -> None:
     assert simulate(tuned, MEASURED).makespan <= simulate(plain, MEASURED).makespan
 
 
-def test_too_little_memory_is_refused() -> None:
+def test_find_schedule_refuses_too_little_memory() -> None:
     with pytest.raises(ValueError, match=r"memory=0\.5 is too little"):
         find_schedule(2, 4, memory=0.5)
     with pytest.raises(ValueError, match="3 limits for 2 ranks"):
@@ -160,14 +160,13 @@ def test_too_little_memory_is_refused() -> None:
 
 
 def test_a_schedule_at_the_lower_bound_is_not_searched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A configuration with ``auto`` on one process took ten seconds to start."""
     monkeypatch.delattr("triax.pipe.schedules.search.anneal")
     monkeypatch.delattr("triax.pipe.schedules.search.search_steady_state")
     found = make_schedule("auto", 1, 64)
     assert isinstance(found, Found) and found.gap == pytest.approx(0, abs=1e-12)
 
 
-def test_auto_is_a_name() -> None:
+def test_auto_is_accepted_as_a_schedule_name() -> None:
     auto = make_schedule("auto", 2, 2)
     assert auto.name == "auto"
     verify(auto, 2)
@@ -177,7 +176,7 @@ def test_auto_is_a_name() -> None:
     ("name", "pipe", "microbatches", "percent"),
     [("v-half", 8, 16, 20.77), ("v-half", 8, 32, 11.59), ("v-min", 8, 16, 33.02)],
 )
-def test_tuned_to_costs_the_steady_state_keeps_its_times(
+def test_tuning_to_costs_keeps_the_bubble_of_the_steady_state(
     name: str, pipe: int, microbatches: int, percent: float
 ) -> None:
     """Most orders that are equal at F = I = W lose more: the paper's own generator takes 20.76, 11.58, 33.02."""

@@ -55,7 +55,7 @@ def ends(schedule: Schedule, costs: Costs) -> dict[Op, tuple[float, float]]:
 
 @settings(max_examples=200, derandomize=True)
 @given(schedules(), cost, cost, cost, cost)
-def test_every_op_runs_when_an_independent_simulator_says(
+def test_ops_run_at_the_times_of_an_independent_simulator(
     schedule: Schedule, f: float, i: float, w: float, comm: float
 ) -> None:
     costs = Costs(f, i, w, comm)
@@ -101,7 +101,7 @@ def test_an_activation_is_held_until_its_last_backward(schedule: Schedule) -> No
 
 @settings(max_examples=50, derandomize=True)
 @given(schedules(), cost, cost, cost, cost)
-def test_gathered_weights_cost_what_an_independent_simulator_says(
+def test_gathers_cost_the_time_of_an_independent_simulator(
     schedule: Schedule, f: float, i: float, w: float, gather: float
 ) -> None:
     """Each pass: as if F and I took no less than the gather. Once: as if that of each stage's first F did."""
@@ -116,7 +116,7 @@ def test_gathered_weights_cost_what_an_independent_simulator_says(
     assert once <= never + schedule.chunks * schedule.pipe * gather + 1e-9
 
 
-def test_the_price_of_gathering_for_each_pass() -> None:
+def test_gathering_for_each_pass_costs_the_time_of_the_formula() -> None:
     """1F1B's steady state: a forward that takes its gather's time, and a backward that hides it."""
     schedule = make_schedule("1f1b", pipe=2, microbatches=4)
     costs = Costs(F=1, I=1, W=1, GATHER=1.5)
@@ -125,7 +125,7 @@ def test_the_price_of_gathering_for_each_pass() -> None:
     assert simulate(make_schedule("gpipe", 1, 4), Costs(1, 1, 1, GATHER=3)).makespan == 4 * 6
 
 
-def test_costs_of_a_rank_and_of_each_stage() -> None:
+def test_costs_are_given_for_a_rank_or_for_each_stage() -> None:
     schedule = make_schedule("interleaved", 2, 4)
     whole = simulate(schedule, Costs(2, 1, 1, 0.5))
     each = simulate(schedule, Costs([1] * 4, [0.5] * 4, [0.5] * 4, [0.5] * 3))
@@ -140,13 +140,13 @@ def test_costs_of_a_rank_and_of_each_stage() -> None:
         Costs(F=-1)
 
 
-def test_a_schedule_that_hangs_says_so() -> None:
+def test_simulating_a_schedule_that_hangs_is_an_error() -> None:
     circle = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
     with pytest.raises(ScheduleError, match="deadlock"):
         timeline_of(circle)
 
 
-def test_a_timeline_round_trips() -> None:
+def test_a_timeline_survives_json_unchanged() -> None:
     times = timeline_of(make_schedule("zb-v", 3, 5), Costs(1, 1.1, 0.9, 0.1))
     assert Timeline.from_json(times.to_json()) == times
     assert Timeline(()).makespan == 0 and Timeline(((),)).bubble == 0

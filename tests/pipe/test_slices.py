@@ -54,7 +54,7 @@ def sizes(most: int) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("most", [4, pytest.param(9, marks=pytest.mark.exhaustive)])
-def test_memory_and_bubble_of_the_papers(most: int) -> None:
+def test_sliced_schedules_have_the_memory_and_bubble_of_the_papers(most: int) -> None:
     """Seq1F1B: 1 + (p-1)/n microbatches in place of p; SlimPipe with v chunks: 1 + 2(p-1)/(nv). Bubbles fall by n."""
     for pipe, m, n in sizes(most):
         ranks = range(pipe)
@@ -108,7 +108,7 @@ def test_equal_cost_slices_have_equal_costs(count: int, attention: float, multip
         assert end == start and start % multiple == 0
 
 
-def test_too_short_sequences_are_refused() -> None:
+def test_sequences_too_short_for_their_slices_are_refused() -> None:
     assert slice_bounds(4, (1, 1, 1, 1)) == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert "of 3 tokens cannot be cut into 4 slices:" in error_text(lambda: slice_bounds(3, (1, 1, 1, 1)))
     assert "into 4 slices of at least 2 tokens" in error_text(lambda: slice_bounds(5, (1, 1, 1, 1), 2))
@@ -116,7 +116,7 @@ def test_too_short_sequences_are_refused() -> None:
         assert "give the number of slices" in error_text(lambda: make_schedule("1f1b", 2, 2, slices=wrong))  # noqa: B023
 
 
-def test_later_slices_cost_more() -> None:
+def test_later_slices_cost_more_attention_time() -> None:
     """Of n equal slices, slice i takes (2i+1)/n**2 of the attention; slices of equal costs have no waits (Seq1F1B)."""
     costs = Costs(F=3, I=3, W=2, COMM=0.3, attention=0.5)
     schedule = make_schedule("zb-h1", 3, 4, slices=4)
@@ -148,7 +148,7 @@ def test_later_slices_cost_more() -> None:
         ("0F0 0F1 0I1 0I0 0W0 0W1", ""),
     ],
 )
-def test_order_of_slices_is_verified(order: str, words: str) -> None:
+def test_verify_checks_the_order_of_slices(order: str, words: str) -> None:
     schedule = replace(make_schedule("1f1b", 1, 1, slices=2), orders=(ops(order),))
     if words:
         assert words in error_text(lambda: verify(schedule), ScheduleError)
@@ -176,11 +176,11 @@ def mutant(seed: int) -> Schedule:
 
 
 @pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 2300), marks=pytest.mark.exhaustive)])
-def test_verify_accepts_the_orders_of_slices_that_run_alone(seeds: range) -> None:
+def test_verify_accepts_only_orders_of_slices_that_run(seeds: range) -> None:
     assert_verify_accepts_what_runs((mutant(seed), 0) for seed in seeds)
 
 
-def test_command_line_of_slices() -> None:
+def test_triax_schedule_takes_slices_on_the_command_line() -> None:
     def shown(*arguments: str) -> tuple[int, str]:
         return run_triax("schedule", *arguments, columns=200)
 
@@ -341,12 +341,12 @@ ALONE: list[Cell] = [  # one step each, and several steps on ranks below
 ]
 
 
-def test_slices_on_one_process() -> None:
+def test_sliced_training_on_one_process_equals_whole_training() -> None:
     cells = [(*cell[:3], {**cell[3], "steps": 1}) for cell in ALONE]
     assert_equal_to_one_process(cells, [train(Grid(), cell) for cell in cells])
 
 
-def test_slices_equal_plain_torch() -> None:
+def test_sliced_training_equals_plain_torch() -> None:
     engine = make_engine(Grid(), "gpt", "1f1b", 3, clip=None)
     for module in engine.module.modules():
         if isinstance(module, Dropout):
@@ -376,13 +376,15 @@ FOUR: list[tuple[dict[str, Any], Cell]] = [
 
 
 @pytest.mark.parametrize(("size", "cells"), [(2, TWO), (4, FOUR)], ids=["pipe", "tensor and ZeRO"])
-def test_slices_on_ranks_equal_one_process(ranks: Any, size: int, cells: list[tuple[dict[str, Any], Cell]]) -> None:
+def test_sliced_training_on_ranks_equals_one_process(
+    ranks: Any, size: int, cells: list[tuple[dict[str, Any], Cell]]
+) -> None:
     assert_equal_to_one_process([cell for _, cell in cells], ranks(size, train_all, cells, timeout=150)[0])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [*MODELS])
-def test_every_model_schedule_and_option(ranks: Any, kind: str) -> None:
+def test_sliced_training_of_every_model_equals_one_process(ranks: Any, kind: str) -> None:
     cells: list[tuple[dict[str, Any], Cell]] = []
     recomputes: list[dict[str, Any]] = [{}, {"enabled": True}, {"granularity": "selective"}, {"granularity": "matmul"}]
     for number, name in enumerate(NAMES * 2):
@@ -396,7 +398,7 @@ def test_every_model_schedule_and_option(ranks: Any, kind: str) -> None:
     assert_equal_to_one_process([cell for _, cell in cells], ranks(4, train_all, cells, timeout=600)[0])
 
 
-def test_held_slices_are_those_simulated() -> None:
+def test_held_slices_equal_the_simulated_peak() -> None:
     most = {}
     for slices in (1, 4):
         engine = make_engine(Grid(), "llama", "1f1b", slices)
@@ -430,7 +432,7 @@ def refused(layers: list[Any] | None = None, loss: Any = None, **options: Any) -
     return error_text(make, OptionError)
 
 
-def test_slices_refuse_what_is_not_exact() -> None:
+def test_slices_refuse_layers_and_losses_that_mix_tokens() -> None:
     table = LayerSpec(nn.Embedding, VOCABULARY, 8)
     head = LayerSpec(nn.Linear, 8, VOCABULARY)
     assert "has a Mixes, which is not known to act on each token" in refused([table, LayerSpec(Mixes), head])
@@ -460,7 +462,7 @@ def test_configurations_refuse_slices_as_engines_do() -> None:
     assert MODELS["experts"].refuses_slices({"balance": ["bias"]}) is None
 
 
-def on_two(pipe: int) -> list[str]:
+def errors_on_two_ranks(pipe: int) -> list[str]:
     """Return the errors of each case, of which one rank alone knows the first."""
     grid, found = Grid(pipe=pipe, timeout=60), []
     layers = [LayerSpec(nn.Embedding, VOCABULARY, 8), LayerSpec(nn.Linear, 8, VOCABULARY)]
@@ -477,7 +479,7 @@ def on_two(pipe: int) -> list[str]:
 
 
 def test_every_rank_refuses_models_that_cannot_be_sliced(ranks: Any) -> None:
-    for found in ranks(2, on_two, 2, timeout=60):
+    for found in ranks(2, errors_on_two_ranks, 2, timeout=60):
         assert "has a Mixes" in found[0]
         assert "a sequence of 4 tokens cannot be cut into 5 slices" in found[1]
 
@@ -491,7 +493,7 @@ class TokenWise(nn.Module):
         return x * x.sigmoid()
 
 
-def test_layers_and_losses_of_users() -> None:
+def test_token_wise_user_layers_and_losses_run_in_slices() -> None:
     def summed(outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
         loss = torch.nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="sum")
         return loss, labels.numel()

@@ -47,7 +47,7 @@ def engine_of(
     return pipeline_engine(model, batch, stage, schedule=schedule, recompute=recompute)
 
 
-def both(
+def whole_and_tiled_steps(
     axes: dict[str, Any], config: AnyDecoderConfig, schedule: str, stage: Any, tile: int, shards: bool, **more: Any
 ) -> list[tuple[float, dict[str, Tensor]]]:
     grid, found = Grid(**axes, timeout=60), []
@@ -70,7 +70,7 @@ CASES: list[tuple[dict[str, int], AnyDecoderConfig, str, int, int, bool, dict[st
 
 
 @pytest.mark.parametrize(("axes", "config", "schedule", "stage", "tile", "shards", "more"), CASES)
-def test_tiles_have_the_gradients_of_the_whole(
+def test_tiled_mlps_have_the_gradients_of_whole_ones(
     ranks: Any,
     axes: dict[str, int],
     config: AnyDecoderConfig,
@@ -81,7 +81,9 @@ def test_tiles_have_the_gradients_of_the_whole(
     more: dict[str, Any],
 ) -> None:
     count = math.prod(axes.values())
-    for (loss, whole), (tiled_loss, tiled) in ranks(count, both, axes, config, schedule, stage, tile, shards, **more):
+    for (loss, whole), (tiled_loss, tiled) in ranks(
+        count, whole_and_tiled_steps, axes, config, schedule, stage, tile, shards, **more
+    ):
         assert tiled_loss == pytest.approx(loss, rel=1e-13)
         for name, gradient in whole.items():
             assert (tiled[name] - gradient).abs().max() <= 1e-12 * gradient.abs().max(), name
@@ -138,7 +140,7 @@ def module_step(tile: int | None, p: float = 0.0, grid: Grid | None = None) -> d
     return engine.gather("gradients")
 
 
-def test_a_module_of_ones_own_runs_in_tiles() -> None:
+def test_a_user_module_in_tiles_has_the_same_gradients() -> None:
     whole, tiled = module_step(None), module_step(4)
     for name, gradient in whole.items():
         assert (tiled[name] - gradient).abs().max() <= 1e-12 * gradient.abs().max(), name
@@ -151,7 +153,7 @@ def tiles_of_nothing() -> None:
     triax.Engine(model, batch=triax.Batch(size=2, microbatch=1), recompute=Recomputation(mlp_tile=4))
 
 
-def test_tiles_are_refused_where_they_cannot_be(ranks: Any) -> None:
+def test_tiles_need_a_module_in_tiles_without_dropout(ranks: Any) -> None:
     with pytest.raises(RankFailure, match="mlp_tile = 4: no module of the model has a class attribute in_tiles"):
         ranks(2, tiles_of_nothing)
     with pytest.raises(triax.ConfigError, match=r"0\.drop is a dropout in a module that runs in tiles"):

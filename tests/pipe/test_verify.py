@@ -100,7 +100,7 @@ def mutate(orders: tuple[tuple[Op, ...], ...], rank: int, i: int, j: int, how: s
 
 @SEVERAL
 @given(schedules(), st.integers(0, 99), st.integers(0, 999), st.integers(0, 999), st.sampled_from(["drop", "twice"]))
-def test_a_lost_or_doubled_op_is_named(schedule: Schedule, rank: int, i: int, j: int, how: str) -> None:
+def test_verify_names_a_lost_or_doubled_op(schedule: Schedule, rank: int, i: int, j: int, how: str) -> None:
     rank %= schedule.pipe
     op = schedule.orders[rank][i % len(schedule.orders[rank])]
     if how == "drop" and schedule.stages * schedule.microbatches == 1 and op.kind in "BI":
@@ -114,7 +114,7 @@ def test_a_lost_or_doubled_op_is_named(schedule: Schedule, rank: int, i: int, j:
 
 @SEVERAL
 @given(schedules(), st.integers(0, 99), st.integers(0, 999), st.integers(0, 999))
-def test_two_swapped_ops_are_rejected_or_run(schedule: Schedule, rank: int, i: int, j: int) -> None:
+def test_verify_rejects_swapped_ops_or_they_run(schedule: Schedule, rank: int, i: int, j: int) -> None:
     rank %= schedule.pipe
     mutant = replace(schedule, orders=mutate(schedule.orders, rank, i, j, "swap"))
     error = rejection(mutant)
@@ -137,7 +137,7 @@ def rejection(subject: Schedule | Program) -> ScheduleError | None:
 
 @SEVERAL
 @given(programs(), st.integers(0, 99), st.integers(0, 999), st.integers(0, 999))
-def test_mutated_programs_are_rejected_or_run(program: Program, rank: int, i: int, j: int) -> None:
+def test_verify_rejects_mutated_programs_or_they_run(program: Program, rank: int, i: int, j: int) -> None:
     rank %= len(program.ops)
     swapped = replace(program, ops=mutate(program.ops, rank, i, j, "swap"))
     assert rejection(swapped) or runs(swapped)
@@ -150,7 +150,7 @@ def test_mutated_programs_are_rejected_or_run(program: Program, rank: int, i: in
 
 @SEVERAL
 @given(programs(), st.data())
-def test_a_receive_posted_earlier_only_relaxes(program: Program, data: st.DataObject) -> None:
+def test_an_earlier_receive_never_breaks_a_program(program: Program, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, len(program.ops) - 1))
     ops = list(program.ops[rank])
     receives = [i for i, op in enumerate(ops) if op.kind in RECVS]
@@ -166,7 +166,7 @@ def of(name: str, *rows: str, placement: tuple[int, ...] | None = None) -> Sched
     return Schedule(name, len(rows), mbs, 1, placement or tuple(range(len(rows))), orders)
 
 
-def test_a_deadlock_names_the_ranks_and_ops_that_wait() -> None:
+def test_verify_names_the_ranks_and_ops_of_a_deadlock() -> None:
     circle = of("circle", "0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
     message = "rank 0 stands at 0B0 and waits for 1B0 of rank 1; rank 1 stands at 1F1 and waits for 0F1 of rank 0"
     with pytest.raises(ScheduleError, match=message) as caught:
@@ -201,7 +201,7 @@ def test_two_sends_that_face_each_other_deadlock() -> None:
         (of("message", "0F0 0SEND_F0 0B0"), "is not an op of a schedule"),
     ],
 )
-def test_each_rule_says_what_is_wrong(schedule: Schedule, message: str) -> None:
+def test_verify_names_the_rule_that_a_schedule_breaks(schedule: Schedule, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         verify(schedule)
 
@@ -237,7 +237,7 @@ def test_a_tie_is_summed_before_its_weight_is_reduced(zero: int) -> None:
         verify(replace(program, ops=tuple(early)))
 
 
-def test_zero_stages_differ_only_in_where_their_ops_are() -> None:
+def test_zero_stages_differ_only_in_reduce_and_gather_ops() -> None:
     schedule = make_schedule("zb-v", 2, 3)
     for zero in range(4):
         kinds = [op.kind for ops in lower(schedule, zero).ops for op in ops]
@@ -256,6 +256,6 @@ def test_stages_next_to_each_other_on_one_rank_send_nothing() -> None:
 
 
 @pytest.mark.parametrize("text", ["0F0", "10F0"])
-def test_ops_as_text_are_refused_in_words(text: str) -> None:
+def test_verify_refuses_ops_given_as_text(text: str) -> None:
     with pytest.raises(ScheduleError, match=f"'{text}' is text: write an Op such as"):
         verify(Schedule("mine", 1, 1, 1, (0,), ((text, "0B0"),)))  # type: ignore[arg-type]

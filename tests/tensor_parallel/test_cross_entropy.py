@@ -75,7 +75,7 @@ def run_on_rank(size: int, cases: list[Any]) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_it_is_torchs_cross_entropy(ranks: Any, size: int) -> None:
+def test_vocab_parallel_cross_entropy_equals_torch(ranks: Any, size: int) -> None:
     found = ranks(size, run_on_rank, size, CASES)
     for i, (vocab, ignored, smoothing, reduction) in enumerate(CASES):
         logits = logits_of((4, 6, vocab)).requires_grad_()
@@ -99,7 +99,7 @@ def test_it_is_torchs_cross_entropy(ranks: Any, size: int) -> None:
         torch.testing.assert_close(grad, logits.grad, **CLOSE, msg=case)
 
 
-def test_smoothing_counts_the_whole_vocabulary(ranks: Any) -> None:
+def test_label_smoothing_uses_the_whole_vocabulary(ranks: Any) -> None:
     """The mean over a rank's own words would differ from rank to rank."""
     found = ranks(4, run_on_rank, 4, [(257, "none", 0.1, "mean")])
     values = [float(result[0][0]) for result in found]
@@ -119,7 +119,7 @@ def many_rows_on_rank(size: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_blocks_of_rows_change_nothing(ranks: Any, size: int) -> None:
+def test_cross_entropy_in_row_blocks_equals_torch(ranks: Any, size: int) -> None:
     found = ranks(size, many_rows_on_rank, size)
     logits = logits_of((5000, 211)).requires_grad_()
     loss = F.cross_entropy(logits, labels_of((5000,), 211, "some"))
@@ -142,7 +142,7 @@ def extremes_on_rank(size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_huge_and_masked_logits(ranks: Any, size: int) -> None:
+def test_cross_entropy_of_huge_and_masked_logits_equals_torch(ranks: Any, size: int) -> None:
     for difference in ranks(size, extremes_on_rank, size):
         torch.testing.assert_close(difference, torch.zeros_like(difference), rtol=0, atol=1e-9)
 
@@ -158,7 +158,7 @@ def low_precision_on_rank(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_computed_in_float32(ranks: Any, dtype: torch.dtype) -> None:
+def test_cross_entropy_of_16_bit_logits_is_computed_in_float32(ranks: Any, dtype: torch.dtype) -> None:
     logits = logits_of((64, 257)).to(dtype).float().requires_grad_()
     loss = F.cross_entropy(logits, labels_of((64,), 257, "some"), label_smoothing=0.1, reduction="sum")
     loss.backward()

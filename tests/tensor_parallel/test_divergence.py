@@ -54,7 +54,7 @@ def sharded(beta: float, temperature: float, k: int | None, scale: float) -> tup
 @pytest.mark.parametrize(("beta", "temperature"), [(0.0, 1.0), (0.3, 2.0), (1.0, 0.7)])
 @pytest.mark.parametrize("k", [None, K])
 @pytest.mark.parametrize("scale", [2.0, 30.0])
-def test_divergences_and_gradients_are_those_of_whole_logits(
+def test_sharded_divergences_equal_those_of_whole_logits(
     ranks: Any, beta: float, temperature: float, k: int | None, scale: float
 ) -> None:
     student = logits(0, scale).requires_grad_()
@@ -74,7 +74,7 @@ def test_divergences_and_gradients_are_those_of_whole_logits(
     torch.testing.assert_close(gradient, student.grad, rtol=1e-10, atol=1e-10)
 
 
-def test_the_rest_of_a_student_that_is_nearly_sure_is_exact() -> None:
+def test_the_remaining_probability_of_a_sure_student_is_exact() -> None:
     """1 less the known probabilities would be 0 here, and the loss infinite."""
     student = torch.tensor([[90.0, 0.0, 1.0]], dtype=torch.float64, requires_grad=True)
     values, ids = torch.tensor([[0.5]], dtype=torch.float64).log(), torch.tensor([[0]])
@@ -87,7 +87,7 @@ def test_the_rest_of_a_student_that_is_nearly_sure_is_exact() -> None:
     torch.testing.assert_close(student.grad[0], torch.cat([torch.tensor([0.5]).double(), -others]), rtol=0, atol=1e-12)
 
 
-def test_words_outside_the_vocabulary_are_refused() -> None:
+def test_top_divergence_refuses_token_ids_outside_the_vocabulary() -> None:
     values, ids = torch.full((1, 2), -2.0), torch.tensor([[0, 3]])
     with pytest.raises(IndexError, match="a teacher's token id lies outside the vocabulary of 3"):
         top_divergence(torch.zeros(1, 3), values, ids, Grid().tensor, 3, beta=0.0)

@@ -144,7 +144,7 @@ def run_on_rank(kind: str, size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_layer_equals_the_plain_one(ranks: Any, kind: str, size: int) -> None:
+def test_parallel_layers_equal_plain_torch(ranks: Any, kind: str, size: int) -> None:
     found = ranks(size, run_on_rank, kind, size)
     layouts: dict[str, Layout] = found[0]["layouts"]
 
@@ -185,7 +185,7 @@ def test_initial_values_do_not_depend_on_the_tensor_axis(ranks: Any, kind: str) 
         assert {r["next"] for r in found} == {alone["next"]}
 
 
-def test_default_distributions_are_torchs() -> None:
+def test_initial_values_have_torchs_distributions() -> None:
     grid = Grid()
     torch.manual_seed(0)
     for layer in (ColumnParallelLinear(400, 300, grid=grid), RowParallelLinear(400, 300, grid=grid)):
@@ -197,7 +197,7 @@ def test_default_distributions_are_torchs() -> None:
     assert abs(float(table.std()) - 1) < 0.02
 
 
-def test_on_one_rank_the_forward_is_bitwise_torchs() -> None:
+def test_parallel_layers_on_one_rank_equal_torch_bitwise() -> None:
     grid, x = Grid(), torch.randn(6, 16)
     torch.manual_seed(0)
     for layer in (ColumnParallelLinear(16, 8, grid=grid), RowParallelLinear(16, 8, grid=grid)):
@@ -257,7 +257,7 @@ B = 3 * 5
         ("head", [], [f"all_reduce {B * DIM}"], ["column_linears"]),
     ],
 )
-def test_what_is_sent_is_the_papers_count(
+def test_parallel_layers_run_the_collectives_of_the_paper(
     ranks: Any, kind: str, forward: list[str], backward: list[str], products: list[str]
 ) -> None:
     for found in ranks(2, count_on_rank, kind):
@@ -276,7 +276,7 @@ def penalty_on_rank(size: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_gradient_penalty_is_the_plain_one(ranks: Any, size: int) -> None:
+def test_gradient_penalties_on_shards_equal_those_of_one_rank(ranks: Any, size: int) -> None:
     ((expected, grads),) = ranks(1, penalty_on_rank, 1)
     layouts = {name: layout_of(p) for name, p in build("mlp", Grid()).named_parameters()}
     found = ranks(size, penalty_on_rank, size)
@@ -336,7 +336,7 @@ def gathered_on_rank(size: int, vocab: int) -> tuple[Tensor, list[int]]:
 
 
 @pytest.mark.parametrize(("size", "vocab"), [(2, 257), (4, 257), (4, 5), (4, 4), (3, 50)])
-def test_any_vocabulary_size_without_padding_rows(ranks: Any, size: int, vocab: int) -> None:
+def test_output_heads_shard_any_vocabulary_size_without_padding(ranks: Any, size: int, vocab: int) -> None:
     ((expected, _),) = ranks(1, gathered_on_rank, 1, vocab)
     found = ranks(size, gathered_on_rank, size, vocab)
     for rank, (logits, shape) in enumerate(found):
@@ -367,7 +367,7 @@ def test_an_id_outside_the_vocabulary_is_an_error_on_every_rank(ranks: Any, wron
         VocabParallelEmbedding(10, 4, grid=Grid())(torch.tensor([wrong]))
 
 
-def test_hidden_states_in_place_of_ids_name_the_tied_head() -> None:
+def test_embedding_error_for_hidden_states_names_the_tied_head() -> None:
     with pytest.raises(
         TypeError, match=r"of torch\.float32: a tied head is .*forward_fn=VocabParallelEmbedding\.attend"
     ):
@@ -413,7 +413,7 @@ def test_sizes_that_do_not_divide_are_refused_with_their_numbers(ranks: Any, wha
         assert message in said
 
 
-def test_printing_shows_whole_sizes() -> None:
+def test_repr_of_a_sharded_layer_shows_whole_sizes() -> None:
     layer = ColumnParallelLinear(8, 12, grid=Grid(), parts=(4, 4, 4))
     shown = "ColumnParallelLinear(in_features=8, out_features=12, bias=True, parts=(4, 4, 4), tensor=1)"
     assert repr(layer) == shown

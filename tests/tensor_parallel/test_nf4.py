@@ -25,7 +25,7 @@ def weight_of(rows: int = 96, columns: int = 320, dtype: torch.dtype = torch.flo
     return (torch.randn(rows, columns, generator=generator) * 0.02).to(dtype)
 
 
-def test_the_values_of_nf4_are_quantiles() -> None:
+def test_nf4_values_are_quantiles_of_the_normal_distribution() -> None:
     """As in QLoRA's section 3: 8 equally likely values above 0, 7 below, and 0, scaled to [-1, 1]."""
     edge = 0.9677083
     below = torch.special.ndtri(torch.linspace(edge, 0.5, 8, dtype=torch.float64)[:-1])
@@ -34,7 +34,7 @@ def test_the_values_of_nf4_are_quantiles() -> None:
     torch.testing.assert_close(torch.tensor(nf4.NF4, dtype=torch.float64), values / values.max(), rtol=0, atol=1e-6)
 
 
-def test_codes_are_those_of_the_nearest_value() -> None:
+def test_nf4_codes_choose_the_nearest_value() -> None:
     """Against a plain loop over the blocks; 70 inputs are a block of 64 and one of 6."""
     weight = weight_of(8, 70)
     made, table = numbers("nf4", weight), torch.tensor(nf4.NF4)
@@ -64,7 +64,7 @@ def test_quantized_weights_take_the_bytes_of_the_formula(form: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_codes_and_values_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
+def test_quantized_codes_and_values_equal_bitsandbytes(dtype: torch.dtype) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     weight = weight_of(dtype=dtype)
     codes, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
@@ -79,8 +79,8 @@ def test_codes_and_values_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
         assert torch.equal(made.dense(), functional.int8_vectorwise_dequant(rows, largest))
 
 
-def test_double_quantization_is_that_of_bitsandbytes() -> None:
-    """But for the few scales for which its search on a CPU does not take the nearest number."""
+def test_double_quantization_equals_bitsandbytes() -> None:
+    """All but the few scales for which bitsandbytes' search on a CPU does not take the nearest number."""
     functional = pytest.importorskip("bitsandbytes.functional")
     codes, state = functional.quantize_4bit(weight_of(), blocksize=64, quant_type="nf4", compress_statistics=True)
     made: Any = numbers("nf4-double", weight_of())
@@ -96,8 +96,8 @@ def test_double_quantization_is_that_of_bitsandbytes() -> None:
     torch.testing.assert_close(made.dense(), functional.dequantize_4bit(codes, state), rtol=1e-2, atol=1e-8)
 
 
-def test_a_weight_is_computed_where_it_is_read() -> None:
-    """And saved by autograd without its values; a write to it is refused."""
+def test_quantized_weights_are_dequantized_when_read() -> None:
+    """Autograd saves such a weight without its values, and a write to the weight is refused."""
     from triax.tensor_parallel.quantized import quantize_layer
 
     layer = torch.nn.Linear(128, 64, dtype=torch.float64)
@@ -131,8 +131,8 @@ READS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_weight_is_computed_within_lists_and_keywords(read: str) -> None:
-    """And a write to it is refused there, which would change a copy."""
+def test_quantized_weights_are_dequantized_in_lists_and_keywords(read: str) -> None:
+    """A write to a weight in a list or keyword is refused, because it would change a copy."""
     from triax.tensor_parallel.quantized import quantize_layer
 
     layer = torch.nn.Linear(128, 64, dtype=torch.float64)

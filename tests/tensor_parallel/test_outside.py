@@ -135,7 +135,7 @@ def complaints() -> dict[str, str]:
     return found
 
 
-def test_a_shard_is_not_taken_for_the_whole_weight(ranks: Any) -> None:
+def test_reading_a_shard_as_the_whole_weight_is_an_error(ranks: Any) -> None:
     for found in ranks(2, complaints):
         assert len(found) == len(MISUSES) + 1
         for name, message in found.items():
@@ -143,7 +143,7 @@ def test_a_shard_is_not_taken_for_the_whole_weight(ranks: Any) -> None:
         assert "takes 3.weight for the whole weight (13, 8), but it is this rank's shard (" in found["F.linear"]
 
 
-def test_without_a_tensor_axis_weights_are_plain() -> None:
+def test_weights_on_one_tensor_rank_are_plain_parameters() -> None:
     model = sharded(1)
     for misuse in MISUSES.values():
         misuse(model)
@@ -196,7 +196,7 @@ def trained(tensor: int, tied: bool, read: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_whole_weight_trains_as_on_one_process(ranks: Any, tied: bool) -> None:
+def test_a_loss_with_the_full_weight_trains_as_on_one_process(ranks: Any, tied: bool) -> None:
     wanted = trained(0, tied, False)
     for read in (False, True):
         for found in ranks(2, trained, 2, tied, read):

@@ -136,7 +136,7 @@ def test_a_sharded_hugging_face_model_computes_as_the_whole(ranks: Any, family: 
         ("bert", {"num_attention_heads": 6, "_attn_implementation": "eager"}),
     ],
 )
-def test_parallelize_takes_other_configurations_of_families(
+def test_sharded_variants_of_families_compute_as_the_whole(
     ranks: Any, family: str, changes: dict[str, Any], size: int, train: bool
 ) -> None:
     for found in ranks(size, on_rank, size, family, train, changes, timeout=60):
@@ -167,7 +167,7 @@ def bytes_sent(size: int, family: str) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
-def test_a_layer_costs_four_all_reduces(ranks: Any, family: str) -> None:
+def test_a_transformer_layer_sends_four_all_reduces(ranks: Any, family: str) -> None:
     """Two forward and two backward, as in the paper, though q, k and v are called one by one; and the vocabulary's."""
     for hidden, sent in ranks(2, bytes_sent, 2, family):
         layers, vocabulary = 2, 2  # the embedding's forward, the head's backward
@@ -240,7 +240,7 @@ def columns_of_an_embedding(tied: bool, options: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 0}, {"padding_idx": -1}], ids=str)
-def test_columns_of_an_embedding_train_as_the_whole(ranks: Any, tied: bool, options: dict[str, Any]) -> None:
+def test_column_sharded_embeddings_train_as_the_whole(ranks: Any, tied: bool, options: dict[str, Any]) -> None:
     assert max(ranks(2, columns_of_an_embedding, tied, options)) < 1e-10
 
 
@@ -307,7 +307,7 @@ def differences_between_calls() -> dict[str, float]:
     return found
 
 
-def test_no_change_between_calls_of_a_group_is_missed(ranks: Any) -> None:
+def test_grouped_layers_notice_changes_between_their_calls(ranks: Any) -> None:
     for found in ranks(2, differences_between_calls):
         assert len(found) == len(CHANGES) * len(MODES)
         assert all(difference < 1e-10 for difference in found.values()), found
@@ -321,7 +321,7 @@ def dtype_under_autocast() -> torch.dtype:
     return dtype
 
 
-def test_autocast_between_calls_of_a_group_is_not_missed(ranks: Any) -> None:
+def test_grouped_layers_notice_autocast_between_their_calls(ranks: Any) -> None:
     assert ranks(2, dtype_under_autocast) == [torch.bfloat16] * 2
 
 
@@ -368,7 +368,7 @@ def first_ranks_buffers() -> list[Tensor]:
     return [*parallelize(model, grid, {"words": "column", "down": "row"}).buffers()]
 
 
-def test_buffers_of_each_dtype_are_the_first_ranks(ranks: Any) -> None:
+def test_parallelize_copies_buffers_from_the_first_rank(ranks: Any) -> None:
     first, second = ranks(2, first_ranks_buffers)
     assert [buffer.dtype for buffer in first] == [*BUFFERS, torch.float32, torch.int16]
     for mine, other, dtype in zip(first, second, BUFFERS, strict=False):
@@ -463,7 +463,7 @@ EXPECTED = [
 ]
 
 
-def test_errors_name_the_module_and_what_fits(ranks: Any) -> None:
+def test_plan_errors_name_the_module_and_what_fits(ranks: Any) -> None:
     for found in ranks(3, messages, 3, timeout=60):
         for said, expected in zip(found, EXPECTED, strict=True):
             assert said.startswith(expected)
@@ -502,7 +502,7 @@ def differences_of_adapted_models() -> dict[str, float]:
     return found
 
 
-def test_adapters_of_peft_are_sharded_as_their_layers(ranks: Any) -> None:
+def test_peft_adapters_on_shards_compute_as_the_whole(ranks: Any) -> None:
     for found in ranks(2, differences_of_adapted_models):
         assert len(found) == 1 + 7 * 2  # A and B of four layers of attention and three of the MLP
         assert all(difference < 1e-10 for difference in found.values()), found

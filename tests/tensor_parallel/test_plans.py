@@ -39,7 +39,7 @@ def compare_mine(size: int, plan: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def test_a_plan_of_ones_own(ranks: Any) -> None:
+def test_a_hand_written_plan_computes_as_the_whole_model(ranks: Any) -> None:
     """Rank 0's values, on 3 ranks that divide neither vocabulary nor hidden width; a padding row has no gradient."""
     for found in ranks(3, compare_mine, 3, PLAN):
         assert max(found.values()) < 1e-9, found
@@ -66,12 +66,12 @@ def changed_in_place(size: int) -> dict[str, float]:
     return found
 
 
-def test_outputs_of_a_plans_layers_may_change_in_place(ranks: Any) -> None:
+def test_outputs_of_planned_layers_may_change_in_place(ranks: Any) -> None:
     for found in ranks(2, changed_in_place, 2):
         assert max(found.values()) < 1e-10, found
 
 
-def test_one_rank_is_left_alone() -> None:
+def test_parallelize_on_one_rank_changes_nothing() -> None:
     model = Model()
     assert parallelize(model, Grid(), PLAN) is model
     assert type(model.up) is nn.Linear
@@ -162,13 +162,13 @@ def all_refused(size: int) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:.*_norm. is deprecated")
 @pytest.mark.parametrize("kind", BEYOND_PLAIN)
-def test_what_a_sharded_layer_would_drop_is_refused_on_one_rank_too(kind: str) -> None:
+def test_layers_that_sharding_would_break_are_refused_on_one_rank(kind: str) -> None:
     said = refused(kind, Grid())
     assert said.startswith(BEYOND_PLAIN[kind])
     assert said.endswith("parallelize before the layer is changed in this way, or leave the layer out of the plan.")
 
 
-def test_what_a_sharded_layer_would_drop_is_refused_on_every_rank(ranks: Any) -> None:
+def test_layers_that_sharding_would_break_are_refused_on_every_rank(ranks: Any) -> None:
     for found in ranks(2, all_refused, 2):
         for said, expected in zip(found, BEYOND_PLAIN.values(), strict=True):
             assert said.startswith(expected)
@@ -185,13 +185,13 @@ def harmless(size: int) -> tuple[float, str]:
     return worst(model(x).detach(), whole(x).detach()), type(model[0]).__name__
 
 
-def test_a_subclass_that_computes_alike_is_sharded(ranks: Any) -> None:
+def test_a_subclass_that_computes_like_its_parent_is_sharded(ranks: Any) -> None:
     assert harmless(1) == (0.0, "Renamed")
     for error, kind in ranks(2, harmless, 2):
         assert error < 1e-10 and kind == "ColumnSharded"
 
 
-def test_a_plan_is_found_without_its_library() -> None:
+def test_find_plan_refuses_models_without_layers_of_their_family() -> None:
     class Config:
         model_type = "bert"
         hidden_size, num_attention_heads = 16, 2

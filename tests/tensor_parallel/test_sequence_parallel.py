@@ -178,7 +178,7 @@ def run_on_rank(kind: str, size: int, split: bool) -> tuple[Tensor, Tensor | Non
 @pytest.mark.parametrize("split", [False, True], ids=["whole backward", "split backward"])
 @pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", ["branch", "model", "tied model"])
-def test_outputs_and_gradients_are_the_plain_ones(ranks: Any, kind: str, size: int, split: bool) -> None:
+def test_sequence_parallel_layers_equal_plain_torch(ranks: Any, kind: str, size: int, split: bool) -> None:
     out, dx, gradients = plain(kind)
     found = ranks(size, run_on_rank, kind, size, split)
     if kind == "branch":
@@ -266,7 +266,7 @@ class Waited:
         self.pending.wait()
 
 
-def test_a_column_layer_keeps_the_shard(ranks: Any) -> None:
+def test_a_column_layer_keeps_only_its_sequence_shard(ranks: Any) -> None:
     elements = BATCH * TOKENS * DIM
     gather, scatter = f"all_gather {elements // 4}", f"reduce_scatter {elements}"
     for kept, out, forward, backward in ranks(4, kept_on_rank, True):
@@ -301,7 +301,7 @@ def block_on_rank() -> int:
     return sum(kept.values())
 
 
-def test_a_transformer_layer_keeps_its_share_to_the_byte(ranks: Any) -> None:
+def test_a_transformer_layer_keeps_its_share_of_activation_bytes(ranks: Any) -> None:
     (whole,) = ranks(1, block_on_rank)
     for size in (2, 4):
         assert ranks(size, block_on_rank) == [whole // size] * size
@@ -322,7 +322,7 @@ def split_on_rank() -> tuple[list[str], list[str]]:
     return now, calls
 
 
-def test_the_split_backward_gathers_again_with_the_weight_gradient(ranks: Any) -> None:
+def test_a_split_backward_gathers_again_for_weight_gradients(ranks: Any) -> None:
     elements = BATCH * TOKENS * DIM
     for now, later in ranks(2, split_on_rank):
         assert now == [f"reduce_scatter {elements}", f"wait reduce_scatter {elements}"]
@@ -348,7 +348,7 @@ def shared_on_rank(frozen: bool) -> tuple[Tensor, Tensor | None, list[Tensor | N
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_layers_that_share_an_input(ranks: Any, frozen: bool) -> None:
+def test_layers_that_share_an_input_equal_separate_layers(ranks: Any, frozen: bool) -> None:
     for ours, apart, (weight, bias) in ranks(2, shared_on_rank, frozen):
         torch.testing.assert_close(ours, apart, **CLOSE)
         assert (weight is None) == frozen and bias is not None
@@ -365,7 +365,7 @@ def autocast_on_rank() -> tuple[torch.dtype, Tensor | None, Tensor | None]:
     return y.dtype, x.grad, layer.weight.grad
 
 
-def test_autocast_chooses_the_dtype(ranks: Any) -> None:
+def test_autocast_computes_sequence_shards_in_bfloat16(ranks: Any) -> None:
     for dtype, dx, dweight in ranks(2, autocast_on_rank):
         assert (dtype, dx.dtype, dweight.dtype) == (torch.bfloat16, torch.float32, torch.float32)
 
@@ -441,6 +441,6 @@ def refused_on_rank(what: str) -> str:
         ("unit", "RowParallelLinear: in_features is 9, not a multiple of unit=2"),
     ],
 )
-def test_errors_give_the_numbers(ranks: Any, what: str, message: str) -> None:
+def test_sequence_parallel_errors_give_the_numbers(ranks: Any, what: str, message: str) -> None:
     for said in ranks(4, refused_on_rank, what):
         assert message in said

@@ -56,17 +56,17 @@ def are_shards(call: Callable[..., Any], whole: tuple[Any, ...], *halves: tuple[
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(("name", "call", "arguments"), CASES, ids=lambda value: str(value).split(" at ")[0])
-def test_what_a_shard_computes_alone_is_a_shard_of_the_result(
+def test_functions_allowed_on_a_shard_give_a_shard_of_the_result(
     name: str, call: Callable[..., Any], arguments: tuple[Any, ...], dim: int
 ) -> None:
-    """A reader found ``histc``, ``renorm`` and norms of matrices whose number was taken for a dim."""
+    """Functions that are not allowed on a shard need the whole weight, such as ``histc`` and ``renorm``."""
     shard = WHOLE.chunk(2, dim)[0]
     facts = ShardFacts(shard, cut=False, shard_dim=dim, elements=shard.numel())
     if not needs_whole(name, facts, (shard, *arguments), {}):
         assert are_shards(call, *((weight, *arguments) for weight in (WHOLE, *WHOLE.chunk(2, dim))))
 
 
-def test_a_reduction_over_the_other_dim_is_a_part_of_the_shard() -> None:
+def test_reductions_over_the_other_dim_are_allowed_on_a_shard() -> None:
     shard = WHOLE.chunk(2, 1)[0]
     facts = ShardFacts(shard, cut=False, shard_dim=1, elements=shard.numel())
     for name in (*OVER_DIMS, *OVER_ONE):
@@ -88,8 +88,8 @@ def arguments(weight: Tensor, first: Tensor, second: Tensor) -> Iterator[tuple[A
 
 @pytest.mark.filterwarnings("ignore")  # of deprecated functions
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_shard_is_given_to_what_goes_element_by_element(dim: int) -> None:
-    """Functions that no list named were run: ``scatter_add_``, ``cumsum_``, ``roll``, ``triu`` of a shard."""
+def test_every_torch_function_allowed_on_a_shard_is_correct(dim: int) -> None:
+    """Over all functions of ``Tensor``, ``torch`` and ``torch.nn.functional``, also those that no list names."""
     values = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     calls = list(zip(*(list(arguments(*part)) for part in (values, *values.chunk(2, dim + 1))), strict=True))
     named = [(name, getattr(place, name)) for place in (Tensor, torch, F) for name in dir(place)]

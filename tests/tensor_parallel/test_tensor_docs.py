@@ -16,7 +16,7 @@ TEXT = (DOCS / "tensor-parallel.md").read_text()
 
 
 @pytest.mark.parametrize("command", [command for _, command in commands(TEXT)])
-def test_the_program_prints_what_the_page_shows(ranks: Any, command: str, tmp_path: Path) -> None:
+def test_the_tensor_parallel_page_shows_what_its_program_prints(ranks: Any, command: str, tmp_path: Path) -> None:
     (tmp_path / "mlp.py").write_text(programs(TEXT)["mlp.py"])
     (shown,) = [block.text for block in blocks(TEXT) if block.language == "text"]
     words = shlex.split(command)

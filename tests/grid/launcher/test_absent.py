@@ -43,10 +43,10 @@ def as_torchrun(rank: int, size: int) -> dict[str, str]:
         (as_mpich(0, 4), ("PMI_RANK=0", "PMI_SIZE=4")),
     ],
 )
-def test_variables_of_processes_that_were_never_started(
+def test_a_grid_of_processes_never_started_names_the_variables(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], names: tuple[str, str]
 ) -> None:
-    """Plain python in an allocation of 4 tasks waited for 10 minutes, and said "1/4 clients joined"."""
+    """Such as plain python in an allocation of 4 tasks, where no other process joins."""
     for name in set(os.environ) - set(without_launcher()):
         monkeypatch.delenv(name)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # which a grid sets
@@ -87,12 +87,12 @@ def test_variables_of_processes_that_were_never_started(
         ({"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4"}, "each process would run alone: let it start"),
     ],
 )
-def test_variables_that_contradict_each_other(variables: dict[str, str], expected: str) -> None:
+def test_contradicting_launcher_variables_are_refused(variables: dict[str, str], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         read_environment(variables)
 
 
-def test_one_process_needs_no_other() -> None:
+def test_launcher_variables_of_one_process_mean_no_launcher() -> None:
     assert read_environment({"WORLD_SIZE": "1"}) is None
     assert read_environment({"RANK": "0"}) is None
     assert read_environment({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"}) is None
@@ -114,8 +114,8 @@ def unlike_steps(early: int) -> str:
 
 
 @pytest.mark.parametrize("early", [0, 2])
-def test_a_rank_that_ended_before_the_others_is_named(ranks: Any, early: int) -> None:
-    """The others ended with gloo's "Connection closed by peer", and no rank was named."""
+def test_a_rank_that_ended_before_the_other_ranks_is_named(ranks: Any, early: int) -> None:
+    """The other ranks name it, in place of gloo's "Connection closed by peer"."""
     for rank, text in enumerate(ranks(3, unlike_steps, early)):
         if rank == early:
             assert text == ""
@@ -149,7 +149,6 @@ if text:
 def test_a_rank_of_the_launcher_that_ended_early_is_named(
     ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], early: int, end: str
 ) -> None:
-    """Its connections stayed open until all ranks were done, and the others waited for 10 minutes."""
     (tmp_path / "program.py").write_text(SCRIPT + end)
     assert launch(tmp_path / "program.py", early, ranks=2, logs=tmp_path) == 1
     line = capfd.readouterr().err.strip().splitlines()[-1]
@@ -158,7 +157,7 @@ def test_a_rank_of_the_launcher_that_ended_early_is_named(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("early", [0, 1])
-def test_processes_of_a_launcher_without_a_store_of_its_own(tmp_path: Path, early: int) -> None:
+def test_a_rank_that_ended_early_is_named_without_a_launcher_store(tmp_path: Path, early: int) -> None:
     """Also if the rank that ended served the store."""
     (tmp_path / "program.py").write_text(PROGRAM.replace("grid.end()", ""))
     shared = without_launcher() | {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}

@@ -93,7 +93,7 @@ def test_slots_that_do_not_exist_are_refused(include: str, exclude: str, words: 
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 5), min_size=1), st.data())
-def test_to_exclude_is_to_include_the_rest(hosts: dict[str, int], data: Any) -> None:
+def test_excluding_slots_equals_including_the_rest(hosts: dict[str, int], data: Any) -> None:
     every = [(host, slot) for host, count in hosts.items() for slot in range(count)]
     chosen = data.draw(st.lists(st.sampled_from(every), min_size=1, unique=True))
 
@@ -108,7 +108,7 @@ def test_to_exclude_is_to_include_the_rest(hosts: dict[str, int], data: Any) -> 
         assert select(hosts, exclude=spelled(rest)) == found
 
 
-def test_the_first_hosts_and_slots() -> None:
+def test_limit_slots_keeps_the_first_hosts_and_slots() -> None:
     slots = select(HOSTS)
     assert limit_slots(slots, 2, 3) == {"worker-1": (0, 1, 2), "worker-2": (0, 1, 2)}
     assert limit_slots(slots) == slots
@@ -118,7 +118,7 @@ def test_the_first_hosts_and_slots() -> None:
         limit_slots(slots, None, 3)
 
 
-def test_numbers_of_nodes_and_ranks() -> None:
+def test_numbers_of_nodes_and_ranks_are_parsed_or_refused() -> None:
     assert (parse_nodes("4"), parse_nodes("2:4")) == ((4, 4), (2, 4))
     for wrong in ("", "0", "4:2", "two", "1:2:3"):
         with pytest.raises(ConfigError, match="--nnodes"):
@@ -149,7 +149,7 @@ def test_a_command_reaches_a_host_word_for_word() -> None:
     assert shlex.split(ssh[-1])[-2:] == ["python", "train.py"]
 
 
-def test_nothing_of_a_command_is_read_as_shell_text_or_as_an_option(tmp_path: Path) -> None:
+def test_names_in_host_commands_are_never_run_as_shell_text(tmp_path: Path) -> None:
     """A variable called ``NCCL_X$(touch ran)`` ran the command on every host; ssh ran that of ``-oProxyCommand=``."""
     victim, name = tmp_path / "ran", "NCCL_X$(touch ran)"
     variables = {name: "1", "NCCL_Y": "a b"}

@@ -70,35 +70,35 @@ def test_ranks_find_each_other_and_their_arguments(run: Any, tmp_path: Path) -> 
     assert (tmp_path / "logs" / "rank-1.log").read_text() == "rank 1 sum 2 ['--lr', '0.1'] 1 True\n"
 
 
-def test_nothing_of_a_launch_stays(run: Any) -> None:
+def test_a_launch_restores_environment_and_signal_handlers(run: Any) -> None:
     before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
     assert run("")[0] == 0
     assert dict(os.environ) == before
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_killed_rank_is_named(run: Any) -> None:
+def test_a_killed_rank_is_named_last(run: Any) -> None:
     code, _, err = run("if grid.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nforever()")
     assert code == 128 + signal.SIGKILL
     assert last_line(err).startswith("rank 1 (pipe 1, data 0, tensor 0) died: SIGKILL")
     assert "Traceback" not in err
 
 
-def test_killed_first_rank_is_named(run: Any) -> None:
+def test_a_killed_first_rank_is_named_last(run: Any) -> None:
     """Rank 0 may hold the store, but its end must not look like a failure of all ranks."""
     code, _, err = run("if grid.rank == 0: os.kill(os.getpid(), signal.SIGSEGV)\nforever()")
     assert code == 128 + signal.SIGSEGV
     assert last_line(err).startswith("rank 0 (pipe 0, data 0, tensor 0) died: SIGSEGV")
 
 
-def test_silent_exit_is_named(run: Any) -> None:
+def test_a_rank_that_exits_without_an_exception_is_named(run: Any) -> None:
     code, _, err = run("if grid.rank == 1: os._exit(3)\nforever()", topology=None)
     assert code == 3
     assert last_line(err).startswith("rank 1 (pipe 1, data 0, tensor 0) died: exit status 3, without an exception")
 
 
-def test_rank_that_left_is_named(run: Any) -> None:
-    """A rank that ends by ``os._exit(0)`` looks like one that is done: the rank that lost it was blamed."""
+def test_a_rank_that_leaves_by_os_exit_is_named(run: Any) -> None:
+    """A rank that ends by ``os._exit(0)`` looks like one that is done; the rank that lost it is not to blame."""
     code, _, err = run("if grid.rank == 1: os._exit(0)\nforever()")
     assert code == 1
     assert last_line(err).startswith(
@@ -107,8 +107,8 @@ def test_rank_that_left_is_named(run: Any) -> None:
     )
 
 
-def test_others_need_not_wait_for_a_rank_that_left_at_its_end(run: Any) -> None:
-    """Each rank waits at its end until all are done. It waited without end for one that had left by ``os._exit(0)``."""
+def test_ranks_do_not_wait_for_a_rank_that_left_at_its_end(run: Any) -> None:
+    """Each rank waits at its end until all are done, but not for one that left by ``os._exit(0)``."""
     assert run("grid.world.all_reduce(x)\nif grid.rank == 1: os._exit(0)")[0] == 0
 
 
@@ -118,8 +118,8 @@ HASTY = "import triax.grid.launcher.worker as worker; worker.LINGER = 0.2\n"
 WAITS = "if grid.rank == 0: grid.pipe.all_reduce(x)\n"
 
 
-def test_rank_that_ended_early_is_named(run: Any) -> None:
-    """A rank with fewer steps than the others ended in order; the others waited for 10 minutes, and were blamed."""
+def test_a_rank_that_ends_in_order_but_too_early_is_named(run: Any) -> None:
+    """A rank with fewer steps than the others ends in order, while they wait for it."""
     code, _, err = run(WAITS)
     assert code == 1
     assert last_line(err).startswith(
@@ -138,7 +138,7 @@ def test_time_limit_that_ended_a_slow_rank_is_named(run: Any) -> None:
     )
 
 
-def test_exception_comes_last_with_its_own_traceback(run: Any) -> None:
+def test_the_last_line_is_the_exception_of_the_failed_rank(run: Any) -> None:
     code, _, err = run(
         f"{HASTY}def inner(): raise ValueError('the second\\nhas two lines')\nif grid.rank == 1: inner()\nforever()"
     )
@@ -148,14 +148,14 @@ def test_exception_comes_last_with_its_own_traceback(run: Any) -> None:
     assert "launch.py" not in err and "runpy" not in err
 
 
-def test_error_that_names_its_rank_is_left_alone(run: Any) -> None:
+def test_an_error_that_names_its_rank_is_printed_unchanged(run: Any) -> None:
     message = "rank 1 (pipe 1, data 0, tensor 0), 1B0: shapes differ"
     code, _, err = run(f"{HASTY}if grid.rank == 1: raise RuntimeError({message!r})\nforever()")
     assert code == 1
     assert last_line(err) == f"{message} (RuntimeError)"
 
 
-def test_lost_connection_is_not_the_cause(run: Any, tmp_path: Path) -> None:
+def test_a_lost_connection_is_not_named_as_the_cause(run: Any, tmp_path: Path) -> None:
     """The launcher shows the rank that failed first, although it closed its sockets and ended later."""
     code, _, err = run(
         "if grid.rank == 1:\n"
@@ -173,7 +173,7 @@ def test_lost_connection_is_not_the_cause(run: Any, tmp_path: Path) -> None:
 
 
 def test_logs_of_an_earlier_run_are_moved_into_a_folder(tmp_path: Path) -> None:
-    """The next run, perhaps only a restart, deleted the log that said why the last one had failed."""
+    """The next run, perhaps only a restart, must not delete the log that says why the last one failed."""
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "rank-0.log").write_text("the cause")
@@ -194,7 +194,7 @@ def test_user_error_is_one_line_and_code_2(run: Any, tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "rank-1.log").read_text() == ""
 
 
-def test_exit_codes_of_a_rank_and_the_end_of_what_it_started(run: Any, tmp_path: Path) -> None:
+def test_a_failed_rank_gives_its_exit_code_and_ends_its_children(run: Any, tmp_path: Path) -> None:
     start = (
         "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nopen(sys.argv[1], 'w').write(str(child.pid))\n"
     )
@@ -291,8 +291,8 @@ def test_a_signal_stops_all_ranks(number: signal.Signals, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("begun", [1, 4])
-def test_a_signal_to_every_process_while_ranks_start(begun: int, tmp_path: Path) -> None:
-    """Ranks that the launcher did not know yet printed tracebacks of the fork server, or took no notice of it."""
+def test_sigterm_while_ranks_start_ends_all_processes(begun: int, tmp_path: Path) -> None:
+    """Ranks that the launcher does not know yet end too, and print no traceback of the fork server."""
     script = tmp_path / "program.py"
     script.write_text(
         "import multiprocessing, os, signal, sys, threading, time\n"
@@ -341,8 +341,8 @@ def test_the_second_ctrl_c_ends_ranks_that_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_temporary_folders_are_removed(tmp_path: Path) -> None:
-    """Every run left a folder ``torchelastic_...``, and a killed launcher two more. The next run removes these."""
+def test_temporary_folders_of_dead_launchers_are_removed(tmp_path: Path) -> None:
+    """The next run removes the folders of a killed launcher, and not those of a living one."""
     temporary = tmp_path / "tmp"
     for folder in ("pymp-of-another-program", "triax-launch-without-lock"):
         (temporary / folder).mkdir(parents=True)
@@ -373,7 +373,7 @@ def test_temporary_folders_are_removed(tmp_path: Path) -> None:
         assert set(temporary.iterdir()) == others
 
 
-def test_lost_peers_are_recognised() -> None:
+def test_errors_of_lost_peers_are_recognized() -> None:
     for words in (
         "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by peer [127.0.0.1]:23156",
         "NCCL error: remote process exited",
@@ -387,7 +387,7 @@ def test_lost_peers_are_recognised() -> None:
     assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
-def test_the_count_of_cores_is_that_of_the_process() -> None:
+def test_cores_counts_the_cores_of_the_process() -> None:
     with_one_core = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
     with_one_core += "from triax.grid.launcher.launch import cores; print(cores())"
     done = subprocess.run([sys.executable, "-c", with_one_core], capture_output=True, text=True, check=True)

@@ -98,7 +98,6 @@ def listening_during(
 
 
 def test_a_run_on_one_host_listens_on_the_loopback_address_alone(tmp_path: Path) -> None:
-    """Two stores of such a run were open to the network, and a pickle written to one ran as the launcher's user."""
     assert listening_during(tmp_path, [*TRIAX, "run", "--nproc", 2, "script.py"]) == {"127.0.0.1"}
 
 
@@ -126,7 +125,7 @@ def test_several_hosts_listen_on_the_address_given(tmp_path: Path, way: str) -> 
     assert "127.0.0.2" in found and all(map(is_loopback, found)), found
 
 
-def test_a_store_listens_where_it_is_told() -> None:
+def test_a_store_listens_on_the_given_address_only() -> None:
     store = serve_store("127.0.0.3")
     store.set("key", "value")
     assert store.get("key") == b"value" and listening(os.getsid(0)) >= {"127.0.0.3"}
@@ -245,7 +244,7 @@ def test_no_pickle_is_read_from_the_network(tmp_path: Path) -> None:
 
 
 def test_a_pickle_in_the_rendezvous_of_hosts_is_not_read(tmp_path: Path) -> None:
-    """Whoever reached the store of torch's rendezvous could run code as the user of every launcher."""
+    """Otherwise anyone who reaches the store of torch's rendezvous could run code as the user of a launcher."""
     port, victim = free_port(), tmp_path / "ran"
     code = b"cos\nsystem\n(S'touch " + os.fsencode(victim) + b"'\ntR."
     store = serve_store("127.0.0.1", port)
@@ -313,7 +312,7 @@ engine.leave()
     ("script", "words"), [(OPENS, [sys.executable]), (REPLICA, [*TRIAX, "run", "--replicas", 2, "--nproc", 1])]
 )
 def test_every_port_on_one_host_is_on_the_loopback_address(tmp_path: Path, script: str, words: list[object]) -> None:
-    """The coordinator, a store of each replica, that of ``transfer_group`` and the pool's listened on all addresses."""
+    """Of the coordinator, of the stores of replicas, of ``transfer_group`` and of the pool."""
     command, variables = [*words, "script.py"], {"PORT": str(free_port())}
     assert listening_during(tmp_path, command, script=script, a=variables) == {"127.0.0.1"}
 

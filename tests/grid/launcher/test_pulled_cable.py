@@ -97,7 +97,7 @@ def test_a_pulled_cable_ends_the_job_on_both_hosts(two_hosts: Namespaces | Loopb
 
 
 @pytest.mark.exhaustive
-def test_with_restarts_it_goes_on_when_the_cable_is_back(two_hosts: Namespaces | Loopback, tmp_path: Path) -> None:
+def test_with_restarts_a_job_goes_on_when_the_cable_is_back(two_hosts: Namespaces | Loopback, tmp_path: Path) -> None:
     with started(*job_on(two_hosts, tmp_path, "--max-restarts", 2, steps=150), cwd=tmp_path) as process:
         wait_for(tmp_path / "logs" / "rank-0.log", "step 20 ")
         two_hosts.down()
@@ -112,7 +112,7 @@ def test_with_restarts_it_goes_on_when_the_cable_is_back(two_hosts: Namespaces |
 
 
 @pytest.mark.exhaustive
-def test_hosts_that_come_and_go(tmp_path: Path) -> None:
+def test_a_second_host_joins_a_running_job(tmp_path: Path) -> None:
     """torchrun's MIN:MAX and its own rendezvous: the second host's ranks join a job that runs already."""
     written(tmp_path, GOES_ON)
     words = [*TRIAX, "run", "--nnodes", "1:2", "--nproc", "1", "--rdzv-endpoint", f"localhost:{free_port()}"]

@@ -51,8 +51,8 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
-    """Its replicas trained on, the coordinator listened on, and ``triax drain`` signaled whatever had their numbers."""
+def test_a_killed_launcher_leaves_no_processes(tmp_path: Path) -> None:
+    """Its replicas and coordinator end, and ``triax drain`` signals no other process with one of their numbers."""
     (tmp_path / "script.py").write_text("import os, time\nopen(f'{os.getpid()}.rank', 'w')\ntime.sleep(600)\n")
     logs = tmp_path / "runs" / "logs"
     with started(*TRIAX, "run", "--replicas", 2, "--nproc", 1, "script.py", cwd=tmp_path) as run:
@@ -71,8 +71,8 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
             drain(name, logs, 1.0)
 
 
-def test_a_request_to_go_is_of_one_run(tmp_path: Path) -> None:
-    """A file that ``triax drain`` had left made a killed replica one that was asked to go."""
+def test_a_drain_file_of_an_earlier_run_is_ignored(tmp_path: Path) -> None:
+    """Otherwise a replica that is killed would count as one that was asked to leave, and not start again."""
     (tmp_path / "replica-a.drain").touch()
     said: list[str] = []
     program = "import os\nos.kill(os.getpid(), 9)"

@@ -40,7 +40,7 @@ print(f"rank {grid.rank} is at the end", flush=True)
 """
 
 
-def test_a_module_its_arguments_logs_and_the_cause_of_a_failure_last(tmp_path: Path) -> None:
+def test_triax_run_of_a_module_logs_and_names_the_failure_last(tmp_path: Path) -> None:
     """End-to-end run of a module with its arguments and with torchrun's option names."""
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "__init__.py").touch()
@@ -67,7 +67,7 @@ def test_a_module_its_arguments_logs_and_the_cause_of_a_failure_last(tmp_path: P
 
 
 @pytest.mark.exhaustive
-def test_ten_kills_in_a_row(ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_restarts_after_each_of_ten_kills(ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Ranks restart ten times; under torchrun, restarted gloo workers read the old ones' addresses, and 5 of 6 fail."""
     times = 10
     code = launch(written(tmp_path, FALLS), times, ranks=3, logs=tmp_path / "logs", tee=(), restarts=times)
@@ -84,14 +84,14 @@ def test_ten_kills_in_a_row(ranks: Any, tmp_path: Path, capfd: pytest.CaptureFix
         assert log.endswith(f"rank {rank} is at the end\n")
 
 
-def test_restarts_come_to_an_end(ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_ends_after_its_last_restart(ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = launch(written(tmp_path, FALLS), 5, ranks=2, logs=tmp_path / "logs", tee=(), restarts=1)
     first, last = capfd.readouterr().err.strip().splitlines()
     assert code == 128 + signal.SIGKILL
     assert first.endswith("(1 of 1)") and last.endswith("; the other ranks were stopped")
 
 
-def test_what_ranks_print_is_shown_while_they_print_it(tmp_path: Path) -> None:
+def test_output_of_ranks_is_shown_while_they_print(tmp_path: Path) -> None:
     out = (tmp_path / "out").open("w+")
 
     def shown() -> str:
@@ -136,7 +136,7 @@ def test_what_ranks_print_is_shown_while_they_print_it(tmp_path: Path) -> None:
         (["--export", "A$(b)=1", "script.py"], "--export 'A$(b)=1': write letters, digits and _"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_process_starts(
+def test_triax_run_refuses_wrong_arguments_before_it_starts(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "script.py").touch()
@@ -189,7 +189,7 @@ def test_triax_run_takes_deepspeeds_command_line(tmp_path: Path) -> None:
     assert found == ["rank 0 of 2", "rank 1 of 2"]
 
 
-def test_options_of_other_launchers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_of_other_launchers_are_noted_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     runner = CliRunner()
     for name, instead in REFUSED.items():
         result = runner.invoke(app, ["run", name, "script.py"])
@@ -266,7 +266,7 @@ def test_a_script_joins_under_other_launchers(variables: Callable[[int, int], di
         assert out == f"Grid(pipe=2, data=1, tensor=1; rank {rank} (pipe {rank}, data 0, tensor 0), cpu) 2\n", err
 
 
-def test_what_other_launchers_say() -> None:
+def test_variables_of_mpich_srun_and_mpirun_are_read() -> None:
     many = as_mpich(5, 8) | {"MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}
     with pytest.raises(ValueError, match=r"add -genv MASTER_ADDR <host of rank 0> to mpirun"):
         read_environment(many)
@@ -299,7 +299,7 @@ def as_launchers(folder: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("block", re.findall(r"```sh\n(.*?)```", LAUNCH_DOCS.read_text(), re.DOTALL))
-def test_the_commands_of_the_docs_run(block: str, tmp_path: Path) -> None:
+def test_the_commands_of_the_launch_page_run(block: str, tmp_path: Path) -> None:
     """The commands of the docs run, with this host in place of several hosts."""
     for kind, source in re.findall(r"```(python|text)\n(.*?)```", LAUNCH_DOCS.read_text(), re.DOTALL):
         name = "train.py" if kind == "python" else "hosts"

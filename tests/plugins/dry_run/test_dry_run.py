@@ -81,14 +81,14 @@ def dried(ranks: int, program: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 @pytest.mark.parametrize(("stage", "bf16"), [(1, False), pytest.param(3, True, marks=pytest.mark.exhaustive)])
-def test_bytes_are_those_that_gloo_ranks_count(ranks: Any, stage: int, bf16: bool) -> None:
+def test_a_dry_run_counts_the_bytes_of_real_ranks(ranks: Any, stage: int, bf16: bool) -> None:
     # In bf16, a norm keeps fp32 statistics on a GPU and in a dry run, and bf16 ones on a CPU.
     run = require_counted_bytes(ranks, KINDS[:-1] if bf16 else KINDS, stage=stage, bf16=bf16)
     assert run.records[0]["microbatches"] is None
     assert sorted(run.records) == [0, 3, 4, 7]
 
 
-def test_stored_state_in_groups_of_shards_has_its_real_bytes(ranks: Any) -> None:
+def test_a_dry_run_counts_stored_state_in_groups_of_shards(ranks: Any) -> None:
     require_counted_bytes(ranks, KINDS, tensor=1, stage=2, state="int8", shard_size=2)
 
 
@@ -103,7 +103,7 @@ def require_counted_bytes(ranks: Any, kinds: Sequence[str], **options: Any) -> D
 
 
 @pytest.mark.exhaustive
-def test_a_thousand_ranks_are_a_class_for_each_stage() -> None:
+def test_a_dry_run_puts_1024_ranks_into_one_class_per_stage() -> None:
     run = dried(1024, train, pipe=4, tensor=4)
     assert run.problems == []
     assert [len(ranks) for ranks in run.classes.members().values()] == [256] * 4
@@ -114,7 +114,7 @@ def test_a_thousand_ranks_are_a_class_for_each_stage() -> None:
 
 
 @pytest.mark.exhaustive
-def test_fewer_microbatches_hold_as_much() -> None:
+def test_a_dry_run_of_few_microbatches_has_the_memory_of_many() -> None:
     few, many = (dried(8, train, accumulation=count) for count in (2, 64))
     assert many.records[0]["microbatches"] == [64, 2]
     assert [many.records[rank]["memory"] for rank in (0, 4)] == [few.records[rank]["memory"] for rank in (0, 4)]
@@ -122,7 +122,7 @@ def test_fewer_microbatches_hold_as_much() -> None:
 
 
 @pytest.mark.exhaustive
-def test_uneven_shards_are_classes_of_their_own() -> None:
+def test_a_dry_run_puts_uneven_shards_into_separate_classes() -> None:
     run = dried(12, train, pipe=1, tensor=3)  # 4 heads on 3 ranks: 1, 1 and 2
     assert run.problems == []
     assert [run.classes.signature(rank)[1] for rank in range(3)] == [0, 1, 2]  # 256 rows of the vocabulary: 85, 85, 86
@@ -161,7 +161,7 @@ PLANTED: dict[str, tuple[Callable[[Any], bool], Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize(
     "what", [next(iter(PLANTED)), *(pytest.param(what, marks=pytest.mark.exhaustive) for what in list(PLANTED)[1:])]
 )
-def test_the_rank_with_an_extra_collective_is_named(what: str) -> None:
+def test_a_dry_run_names_the_rank_with_an_extra_collective(what: str) -> None:
     test, reduce, named = PLANTED[what]
     run = dried(64, train, plant=partial(extra, test=test, reduce=reduce))
     assert named in run.problems[0]
@@ -169,7 +169,7 @@ def test_the_rank_with_an_extra_collective_is_named(what: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_size_that_differs_between_ranks_is_named() -> None:
+def test_a_dry_run_names_a_size_that_differs_between_ranks() -> None:
     def plant(grid: Any) -> None:
         grid.tensor.all_reduce(torch.zeros(5000 + (1 if grid.tensor.rank == 1 else 0), device=grid.device))
 
@@ -177,13 +177,13 @@ def test_a_size_that_differs_between_ranks_is_named() -> None:
     assert any("all_reduce sum of 5,001 float32" in problem and "5,000 float32" in problem for problem in run.problems)
 
 
-def test_an_expert_degree_that_does_not_divide_is_named() -> None:
+def test_a_dry_run_names_an_expert_degree_that_does_not_divide() -> None:
     run = dried(64, train, expert=3)
     (problem,) = run.problems
     assert "expert=3 does not divide data x context = 16 x 1" in problem
 
 
-def test_experts_are_given_equal_numbers_of_tokens() -> None:
+def test_a_dry_run_gives_experts_equal_numbers_of_tokens() -> None:
     def experts() -> Any:
         config = MixtralConfig(
             vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -248,7 +248,7 @@ def every_exchange() -> None:
     assert objects == [["equal ranks send equal objects"]] * grid.size
 
 
-def test_no_received_value_depends_on_memory_that_no_exchange_fills() -> None:
+def test_a_dry_run_fills_each_received_tensor_of_torchs_collectives() -> None:
     run = dried(8, every_exchange)
     assert run.problems == []
     assert run.records[0]["outcome"] == "no step"
@@ -256,7 +256,7 @@ def test_no_received_value_depends_on_memory_that_no_exchange_fills() -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_missing_value_is_reported_and_can_be_set() -> None:
+def test_a_dry_run_reports_a_missing_value_which_can_be_set() -> None:
     def plant(grid: Any) -> None:
         largest = torch.rand(100_000, device=grid.device).max().item()
         if largest > 1.5:
@@ -269,7 +269,7 @@ def test_a_missing_value_is_reported_and_can_be_set() -> None:
     assert "ValueError: the largest is 2.0" in run.problems[0]
 
 
-def test_a_rank_that_waits_for_a_message_that_never_comes_is_named() -> None:
+def test_a_dry_run_names_a_rank_that_waits_for_a_missing_message() -> None:
     def plant(grid: Any) -> None:
         if grid.pipe.rank == 1:
             grid.pipe.receive(torch.zeros(1, dtype=torch.int64), 0, 99).wait()
@@ -281,7 +281,7 @@ def test_a_rank_that_waits_for_a_message_that_never_comes_is_named() -> None:
 # ------------------------------------------------------------------------------------------- its parts
 
 
-def test_a_view_sees_what_is_written_to_its_tensor_later() -> None:
+def test_a_meta_view_sees_later_writes_to_its_tensor() -> None:
     """A loss in chunks returns its number of labels before the backward pass fills it."""
     with MetaValues(1.0):
         whole = torch.zeros(2, 3, device="meta")
@@ -334,7 +334,7 @@ def test_copies_to_the_cpu_of_large_tensors_take_no_memory() -> None:
     assert status("VmData") - bytes_ < 2**30
 
 
-def test_ranks_that_all_wait_are_told() -> None:
+def test_the_hub_knows_the_missing_sources_of_a_request() -> None:
     hub = Hub(lambda *_: None, {})
     request = {"kind": "get", "key": "k", "source": 1, "what": "a receive"}
     assert hub._missing(request) == [1]
@@ -343,7 +343,7 @@ def test_ranks_that_all_wait_are_told() -> None:
     assert hub._value(request) == 3
 
 
-def test_classes_of_ranks_follow_what_they_compare() -> None:
+def test_classes_of_ranks_follow_their_comparisons() -> None:
     classes = Classes(triax.Topology(pipe=2, data=4, tensor=2))
     record = {"comparisons": [["data", [["mod", 2]], "eq", 1], ["world", [], "lt", 9]], "shards": ["a", "a"]}
     classes.learn({0: record, 8: record})
@@ -353,7 +353,7 @@ def test_classes_of_ranks_follow_what_they_compare() -> None:
     assert classes.describe(*next(iter(classes.members().items()))) == "pipe 0, not data.rank % 2 == 1, rank < 9"
 
 
-def test_activations_on_the_meta_device_are_those_of_fused_kernels() -> None:
+def test_meta_activations_equal_those_of_fused_kernels() -> None:
     """A dry run counts what `triax plan` and `--explain` count of a GPU: fused norms and fused attention."""
     config = LlamaConfig.preset("llama-tiny")
     grid, memory, tokens = triax.Grid(), ModelMemory(config, precision="bf16"), 16

@@ -39,7 +39,7 @@ precision: bf16
 
 
 @pytest.mark.exhaustive
-def test_a_training_file_is_tried_out_without_its_data(tmp_path: Path) -> None:
+def test_a_training_file_dry_runs_without_its_data(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(FILE)
     words = [sys.executable, "-m", "triax.cli.main", "train", str(file), "--dry"]
@@ -56,7 +56,7 @@ def test_a_training_file_is_tried_out_without_its_data(tmp_path: Path) -> None:
     ("command", "ranks"),
     re.findall(r"^\| `(triax .*?--dry.*?)` \| (\d+) \|", (DOCS / "launch.md").read_text(), re.MULTILINE),
 )
-def test_a_thousand_ranks_take_less_than_a_minute_and_four_gib(command: str, ranks: str, tmp_path: Path) -> None:
+def test_a_dry_run_of_1024_ranks_takes_under_a_minute_and_4_gib(command: str, ranks: str, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "triax.cli.main", *shlex.split(command)[1:]]
     words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
     start = time.monotonic()
@@ -69,7 +69,7 @@ def test_a_thousand_ranks_take_less_than_a_minute_and_four_gib(command: str, ran
     assert largest * (1 + stages) < 4
 
 
-def test_the_file_of_a_plan_is_tried_out_in_stage_3(tmp_path: Path) -> None:
+def test_a_planned_training_file_dry_runs_in_stage_3(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     asked = ["--model", "llama-tiny", "--gpus", "8", "--batch", "16", "--sequence", "32", "--layout"]
     planned = CliRunner().invoke(app, ["plan", *asked, "pipe=2,tensor=2,zero=3", "--write", str(file)])
@@ -147,7 +147,7 @@ def bounded(program: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_a_dry_run_allocates_nothing_that_the_run_would_offload(offload: str, tmp_path: Path) -> None:
+def test_a_dry_run_allocates_no_memory_for_offloaded_state(offload: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     settings = yaml.safe_load(LARGE)
     for section, keys in OFFLOADS[offload].items():

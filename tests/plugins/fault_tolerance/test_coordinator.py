@@ -75,7 +75,7 @@ def answers_of(server: Coordinator, *sent: bytes) -> bytes:
     return found
 
 
-def test_a_stranger_learns_nothing_and_ends_nothing(server: Coordinator) -> None:
+def test_clients_without_the_secret_get_no_data_and_stop_no_run(server: Coordinator) -> None:
     meet = json.dumps({"meet": Report("z", 9, 9).plain()}).encode()
     with a_run_that_goes_on(server):
         assert answers_of(server) == b""
@@ -94,7 +94,7 @@ def test_a_stranger_learns_nothing_and_ends_nothing(server: Coordinator) -> None
         each.close()
 
 
-def test_a_server_that_does_not_know_the_secret_is_no_coordinator() -> None:
+def test_clients_refuse_a_server_without_the_secret() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def accept() -> None:
@@ -123,8 +123,8 @@ MALFORMED += [{"meet": {**PLAIN, key: value}} for key in PLAIN for value in (Non
               if not (key == "seconds" and isinstance(value, float))]  # fmt: skip
 
 
-def test_a_malformed_message_is_refused_alone(server: Coordinator) -> None:
-    """A meeting message that was malformed, or without a token, ended every replica."""
+def test_a_malformed_message_is_refused_and_the_run_goes_on(server: Coordinator) -> None:
+    """The messages are malformed, or have no token."""
     with a_run_that_goes_on(server):
         for message in MALFORMED:
             channel = connect(server.address, SECRET, 5.0)
@@ -137,7 +137,7 @@ def test_a_malformed_message_is_refused_alone(server: Coordinator) -> None:
 
 
 @pytest.mark.parametrize("round_", [-1, 3])
-def test_a_joiner_that_differs_is_refused_and_the_run_goes_on(server: Coordinator, round_: int) -> None:
+def test_a_replica_that_differs_is_refused_and_the_run_goes_on(server: Coordinator, round_: int) -> None:
     with a_run_that_goes_on(server) as members:
         other = Replica(server, "c", round_, data="12 samples")
         said = r"replica c .* differs from replica a in data \(12 samples; the run has 60 samples\)"
@@ -152,7 +152,7 @@ def test_a_joiner_that_differs_is_refused_and_the_run_goes_on(server: Coordinato
         time.sleep(0.6)  # it counts as lost
 
 
-def test_a_joiner_that_is_first_at_a_new_coordinator_is_refused(server: Coordinator) -> None:
+def test_a_replica_that_differs_is_refused_even_if_it_is_first(server: Coordinator) -> None:
     """The settings of the run are those of the replicas with its state."""
     other = Replica(server, "c", data="12 samples").meet()
     time.sleep(0.2)
@@ -160,7 +160,7 @@ def test_a_joiner_that_is_first_at_a_new_coordinator_is_refused(server: Coordina
         other.result()
 
 
-def test_the_later_process_of_a_name_is_refused(server: Coordinator) -> None:
+def test_the_second_process_with_a_replica_name_is_refused(server: Coordinator) -> None:
     with a_run_that_goes_on(server) as members:
         with pytest.raises(RuntimeError, match="two processes have the name of replica a, and this one came later"):
             Replica(server, "a", process="another").meet().result()
@@ -168,7 +168,7 @@ def test_the_later_process_of_a_name_is_refused(server: Coordinator) -> None:
         members[0] = Replica(server, "a", 4, process="the next")
 
 
-def test_a_meeting_waits_for_those_that_send_heartbeats(server: Coordinator) -> None:
+def test_a_meeting_waits_for_replicas_that_send_heartbeats(server: Coordinator) -> None:
     a, b, c = (Replica(server, name) for name in "abc")
     time.sleep(0.2)  # the first heartbeats
     begun = time.monotonic()
@@ -182,7 +182,7 @@ def test_a_meeting_waits_for_those_that_send_heartbeats(server: Coordinator) -> 
         each.client.close()
 
 
-def test_a_process_that_ends_is_lost_at_once(server: Coordinator) -> None:
+def test_a_replica_whose_process_ends_is_lost_at_once(server: Coordinator) -> None:
     """Its heartbeats end with their connection: the others do not wait for the time without a heartbeat."""
     server._silence = 60.0
     members = [Replica(server, name, 4) for name in "abc"]
@@ -195,7 +195,7 @@ def test_a_process_that_ends_is_lost_at_once(server: Coordinator) -> None:
         each.client.close()
 
 
-def test_the_store_of_a_round_is_at_the_coordinator(server: Coordinator) -> None:
+def test_the_coordinator_serves_the_store_of_a_round(server: Coordinator) -> None:
     one, other = (CoordinatorStore(server.address, SECRET, 5.0) for _ in range(2))
     waiting = BackgroundCall(lambda: other.get("key"), "waits")
     one.set("key", b"\0\xff")
@@ -204,14 +204,14 @@ def test_the_store_of_a_round_is_at_the_coordinator(server: Coordinator) -> None
         CoordinatorStore(server.address, SECRET, 0.1).get("another")
 
 
-def test_without_a_secret_the_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_secret_error_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("", None):
         monkeypatch.setenv("TRIAX_SECRET", value) if value is not None else monkeypatch.delenv("TRIAX_SECRET")
         with pytest.raises(ConfigError, match=r"TRIAX_SECRET is not set, .* type export TRIAX_SECRET=TEXT"):
             run_secret()
 
 
-def test_reports_keep_their_values() -> None:
+def test_reports_survive_json_unchanged() -> None:
     report = Report("a", 3, 2, True, ("a", "b"), ("a",), seconds=1.5, settings=SETTINGS)
     assert Report.of(json.loads(json.dumps(report.plain()))) == report
     assert Report.of({**report.plain(), "seconds": 2}) == replace(report, seconds=2.0)

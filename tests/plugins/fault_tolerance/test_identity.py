@@ -109,19 +109,19 @@ def engine_of(program: str) -> Any:
         ("float(index))", "float(torch.rand(())))", {"samples"}),
     ],
 )  # fmt: skip
-def test_a_difference_is_named(before: str, after: str, names: set[str]) -> None:
+def test_identities_differ_in_the_changed_part_only(before: str, after: str, names: set[str]) -> None:
     assert before in PROGRAM
     mine, other = identity_of(PROGRAM), identity_of(PROGRAM.replace(before, after))
     assert {name for name in mine if mine[name] != other[name]} == names
 
 
-def test_data_that_is_drawn_anew_is_not_compared() -> None:
+def test_an_identity_ignores_samples_that_are_drawn_anew() -> None:
     drawn = PROGRAM.replace("torch.full((4,), float(index))", "torch.from_numpy(GENERATOR.random(4))")
     one, other = (identity_of("GENERATOR = np.random.default_rng()\n" + drawn) for _ in range(2))
     assert one == other and one["samples"] == "drawn anew in each reading"
 
 
-def test_the_identity_draws_nothing() -> None:
+def test_computing_an_identity_draws_no_random_numbers() -> None:
     engine = engine_of(PROGRAM.replace("float(index))", "float(torch.rand(())) + np.random.rand())"))
     before, drawn = torch.get_rng_state(), str(np.random.get_state())  # noqa: NPY002
     identity(engine)
@@ -130,7 +130,7 @@ def test_the_identity_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize("change", ["weights", "texts", "length"])
-def test_tokenized_data_are_compared_by_their_facts(tmp_path: Path, change: str) -> None:
+def test_identities_of_token_data_differ_in_weights_texts_and_length(tmp_path: Path, change: str) -> None:
     tokens = {name: str(folder(tmp_path, 60, seed, name)) for seed, name in enumerate("abc")}
     kinds: dict[str, Callable[[], TokenData]] = {
         "": lambda: TokenData({tokens["a"]: 0.7, tokens["b"]: 0.3}, length=16),
@@ -150,8 +150,8 @@ def test_tokenized_data_are_compared_by_their_facts(tmp_path: Path, change: str)
     assert one == same and {name for name in one if one[name] != other[name]} == {"data"}
 
 
-def test_a_foreign_replica_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
-    """Replicas with other data trained together: 321 of 1,024 samples were never read, and 258 were read twice."""
+def test_a_run_refuses_replicas_with_other_data_or_another_secret(tmp_path: Path) -> None:
+    """Otherwise replicas with other data would train together, and samples would be missed or read twice."""
     hold = tmp_path / "hold"
     hold.touch()
     with coordinator(least=2) as address:

@@ -85,7 +85,7 @@ def of_member(folder: Path, name: str) -> dict[int, str]:
     return {step: loss for step, loss, _, members in lines if name in members}
 
 
-def run(folder: Path, faults: dict[str, Callable[[Any], None]], **job: Any) -> None:
+def train_with_faults(folder: Path, faults: dict[str, Callable[[Any], None]], **job: Any) -> None:
     """Train replicas a to c, of which some are killed once in a round, and started again."""
     with coordinator(least=2) as address:
         common = {"gather": "abc", "final": "abc", "faults": [*faults], "pause": 0.02, "local": LOCAL, **job}
@@ -96,7 +96,7 @@ def run(folder: Path, faults: dict[str, Callable[[Any], None]], **job: Any) -> N
         assert {code for each in started.values() for code in finish(each)} == {0}
 
 
-def check(folder: Path, **job: Any) -> None:
+def require_equal_to_replay_and_torch(folder: Path, **job: Any) -> None:
     """Compare a run with a replay of its history, bit for bit, and with plain torch."""
     history = folder / "a.jsonl"
     past, steps = History.from_file(history), 1 + max(losses(folder, "a"))
@@ -123,21 +123,21 @@ def check(folder: Path, **job: Any) -> None:
 
 
 def test_diloco_replicas_leave_and_join_between_outer_steps(tmp_path: Path) -> None:
-    run(tmp_path, {"b": kill})
-    check(tmp_path)
+    train_with_faults(tmp_path, {"b": kill})
+    require_equal_to_replay_and_torch(tmp_path)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", [kill_in_sum, kill_after_sum])
 @pytest.mark.parametrize(("grid", "zero"), [({}, 0), ({"pipe": 2}, 0), ({"data": 2}, 1), ({"data": 2}, 3)])
-def test_diloco_replicas_are_grids(
+def test_diloco_replicas_of_several_ranks_survive_a_kill(
     fault: Callable[[Any], None], grid: dict[str, int], zero: int, tmp_path: Path
 ) -> None:
-    run(tmp_path, {"a": fault}, grid=grid, zero=zero)
-    check(tmp_path, grid=grid, zero=zero)
+    train_with_faults(tmp_path, {"a": fault}, grid=grid, zero=zero)
+    require_equal_to_replay_and_torch(tmp_path, grid=grid, zero=zero)
 
 
-def test_a_diloco_run_starts_again_from_files(tmp_path: Path) -> None:
+def test_a_diloco_run_resumes_from_checkpoint_files(tmp_path: Path) -> None:
     def losses_of(folder: str, steps: int) -> dict[int, str]:
         where = tmp_path / folder
         where.mkdir(exist_ok=True)

@@ -27,7 +27,7 @@ def decision(*reports: Report) -> Decision:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_sample_is_lost_and_none_is_taken_twice(seed: int, tmp_path: Path) -> None:
+def test_random_rounds_take_every_sample_once(seed: int, tmp_path: Path) -> None:
     choose, ledger = random.Random(seed), Ledger()
     taken: Counter[int] = Counter()
     plans = []
@@ -50,7 +50,7 @@ def test_no_sample_is_lost_and_none_is_taken_twice(seed: int, tmp_path: Path) ->
 
 
 def test_a_damaged_history_is_refused(tmp_path: Path) -> None:
-    """Each bit that flips, and each cut; 23 of 600 flips made another history, which was replayed."""
+    """Each bit is flipped in turn, and the file is cut at each byte."""
     ledger, file = Ledger(), tmp_path / "history"
     for step, members in enumerate(["ab", "abc", "ac", "ac"]):
         ledger.record(step, members, members[:2], time=0.5, left=["b"] if step == 2 else [])
@@ -74,7 +74,7 @@ def test_a_file_that_is_no_history_is_refused(text: str, tmp_path: Path) -> None
         History.from_file(tmp_path / "history")
 
 
-def test_the_decision_of_a_meeting() -> None:
+def test_a_meeting_decides_members_newcomers_and_losses() -> None:
     names = ("a", "b", "c")
     a, b, c = (
         Report(name, 7, 4, True, names, names, process=f"{name}:1", seconds=seconds)

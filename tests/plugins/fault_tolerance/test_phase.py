@@ -31,20 +31,20 @@ WALK: dict[tuple[str, str], Callable[[Phase], Phase]] = {
 }
 
 
-def test_the_table_has_the_ways_that_are_walked() -> None:
+def test_the_documented_transitions_are_the_tested_ones() -> None:
     names = {standing.name for standing in Standing}
     rows = [tuple(line.split()[:2]) for line in (Standing.__doc__ or "").splitlines()]
     assert sorted(row for row in rows if len(row) == 2 and {*row} <= names) == sorted(WALK)
 
 
 @pytest.mark.parametrize(("before", "after"), WALK)
-def test_each_way_leads_to_its_standing(before: str, after: str) -> None:
+def test_each_transition_leads_to_its_standing(before: str, after: str) -> None:
     phase = WALK[before, after](Phase(Standing[before], MEMBER))
     assert phase.standing is Standing[after]
     assert phase.stateless == (after == "JOINING") and phase.left == (after in ("LEFT", "HANDED_OVER"))
 
 
-def test_a_round_of_the_same_step_keeps_the_shares_of_the_first() -> None:
+def test_a_repeated_round_keeps_the_shares_of_the_first_one() -> None:
     first = Round(3, 5, ("a", "b", "me"), ("a", "b", "me"))
     phase = Phase().entered(first, "me").entered(Round(4, 5, ("a", "me"), ("a", "me")), "me")
     assert phase.first == first and phase.entered(Round(5, 6, ("a", "me"), ("a", "me")), "me").first != first

@@ -66,7 +66,7 @@ def in_one_engine(history: Path, steps: int) -> tuple[list[float], dict[str, Ten
         pytest.param("module", {"data": 2}, 3, kill, marks=pytest.mark.exhaustive),
     ],
 )
-def test_losses_of_each_kind_outlive_a_kill(
+def test_runs_with_each_kind_of_loss_survive_a_killed_replica(
     kind: str, grid: dict[str, int], zero: int, fault: Callable[[Any], None], tmp_path: Path
 ) -> None:
     with coordinator(least=2) as address:
@@ -99,7 +99,7 @@ def test_losses_of_each_kind_outlive_a_kill(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-def test_steps_of_killed_replicas_are_taken_by_the_rest(tmp_path: Path) -> None:
+def test_remaining_replicas_take_the_steps_of_killed_ones(tmp_path: Path) -> None:
     faults: dict[str, tuple[int, Callable[[Any], None]]] = {
         "c": (1, kill),
         "d": (4, kill_in_sum),
@@ -130,7 +130,7 @@ def test_steps_of_killed_replicas_are_taken_by_the_rest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("grid", "zero"), [({"pipe": 2}, 0), ({"data": 2}, 3)])
-def test_replicas_are_grids_with_zero_inside(grid: dict[str, int], zero: int, tmp_path: Path) -> None:
+def test_replicas_of_several_ranks_survive_a_kill(grid: dict[str, int], zero: int, tmp_path: Path) -> None:
     with coordinator(least=1) as address:
         common = {"gather": "ab", "final": "ab", "faults": "b", "pause": 0.05, "grid": grid, "zero": zero}
         a = start(tmp_path, "a", address, **common)
@@ -146,7 +146,7 @@ def test_replicas_are_grids_with_zero_inside(grid: dict[str, int], zero: int, tm
     assert [float.fromhex(whole[step]) for step in range(steps)] == pytest.approx(expected, rel=1e-10)
 
 
-def test_two_processes_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_processes_with_one_replica_name_are_refused(tmp_path: Path) -> None:
     with coordinator(least=2) as address:
         common = {"steps": 8, "pause": 0.2, "log": str(tmp_path / "log")}
         first, second, other = (start(tmp_path, name, address, **common)[0] for name in "aab")
@@ -154,7 +154,7 @@ def test_two_processes_of_one_name_are_refused(tmp_path: Path) -> None:
     assert "two processes have the name of replica a, and this one came later" in (tmp_path / "log").read_text()
 
 
-def test_a_run_starts_again_from_files_with_the_samples_that_follow(tmp_path: Path) -> None:
+def test_replicas_resume_from_checkpoint_files_at_the_next_sample(tmp_path: Path) -> None:
     def run(folder: str, steps: int) -> dict[int, str]:
         where = tmp_path / folder
         where.mkdir(exist_ok=True)
@@ -177,8 +177,8 @@ def remove_obstacle(engine: Any) -> None:
     Path(engine.options.fault_tolerance.folder).parent.unlink()
 
 
-def test_a_history_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
-    """It ended the survivors of a lost replica. It is written as soon as it can be."""
+def test_a_run_continues_if_its_history_cannot_be_written(tmp_path: Path) -> None:
+    """The history is written as soon as that is possible."""
     (tmp_path / "disk").touch()  # a file in the place of a folder
     options, log = {"folder": str(tmp_path / "disk" / "history")}, tmp_path / "log"
     with coordinator(least=1) as address:
@@ -189,7 +189,7 @@ def test_a_history_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     assert (change.step, change.members) == (0, ("a",))
 
 
-def test_the_name_of_a_replica_stays_in_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_names_with_a_slash_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIAX_REPLICA", "../x")
     model = model_of("plain", triax.Grid(), 0)
     with pytest.raises(ConfigError, match=r"TRIAX_REPLICA is '../x': give a name without a slash"):

@@ -113,7 +113,7 @@ def in_one_process(job: Job, history: Path) -> list[float]:
 
 
 @pytest.mark.exhaustive
-def test_a_killed_replica_and_coordinator_of_a_file_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_replica_and_coordinator_are_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     folder(tmp_path, 60)
@@ -158,13 +158,13 @@ def test_a_killed_replica_and_coordinator_of_a_file_return(tmp_path: Path, monke
         ("schedule.partition=time", "schedule.partition time measures the layers"),
     ],
 )
-def test_a_file_refuses_what_replicas_cannot_share(tmp_path: Path, change: str, problem: str) -> None:
+def test_a_training_file_refuses_settings_replicas_cannot_share(tmp_path: Path, change: str, problem: str) -> None:
     (tmp_path / "run.yaml").write_text(RUN.format(name="a", faults="true"))
     with pytest.raises(ConfigError, match=problem):
         read_training_file(tmp_path / "run.yaml", [change])
 
 
-def test_each_replica_of_a_file_has_folders_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_replica_of_a_training_file_has_its_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIAX_REPLICA", "b")
     found: Any = job(tmp_path, "true")
     own = Path("runs") / "faults" / "replica-b"

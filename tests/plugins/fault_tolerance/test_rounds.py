@@ -34,7 +34,9 @@ OTHERS = Round(4, 6, ("a",), ("a",))
         (LAGGARD, GIVEN, RoundOutcome.NEWCOMER, Standing.JOINING),
     ],
 )
-def test_each_decision_has_its_outcome(phase: Phase, round_: Round, outcome: RoundOutcome, standing: Standing) -> None:
+def test_each_decision_of_a_round_has_its_outcome(
+    phase: Phase, round_: Round, outcome: RoundOutcome, standing: Standing
+) -> None:
     link = RoundLink("me", 0, "127.0.0.1:1", b"secret", "127.0.0.1", 0.1)  # nobody is there: it stays closed
     own = Report("me", -1)
     rounds = Rounds(own, "step", Grid(), None, link, Contributors(FaultTolerance(), None), None, None)

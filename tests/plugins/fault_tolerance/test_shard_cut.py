@@ -83,8 +83,8 @@ def test_no_member_is_left_when_all_replicas_leave_at_once() -> None:
 
 
 @pytest.mark.parametrize(("rest", "summed"), [("ab", True), ("ac", False)])
-def test_a_replica_that_died_keeps_nothing(rest: str, summed: bool) -> None:
-    """Also if the sum is tried again, because one of the others has none."""
+def test_a_dead_replica_keeps_no_optimizer_state(rest: str, summed: bool) -> None:
+    """Also if the sum is repeated, because one of the other replicas does not have it."""
     found = decision(report(rest[0], summed=summed), report(rest[1]))
     assert found.left == () and found.next.members == found.next.contributors == tuple(rest)
     assert found.next.owners == ("a", "b", "c") and found.next.keepers == tuple(rest)

@@ -34,7 +34,7 @@ KILLED = -9
 NUMEL = 352  # elements of the model's bucket
 
 
-def test_owners_of_optimizer_state_are_lost(tmp_path: Path) -> None:
+def test_training_survives_the_loss_of_optimizer_state_owners(tmp_path: Path) -> None:
     faults: dict[str, Any] = {
         "b": {"after": 1, "fault": kill},
         "d": {"after": 1, "fault": kill_in_move},  # it sends nothing when b is lost, and dies when b is back
@@ -73,7 +73,7 @@ def test_lost_owner_and_copy_end_the_run_with_a_reason(tmp_path: Path) -> None:
     assert losses(tmp_path, "b").items() <= found.items()
 
 
-def test_a_replica_that_leaves_hands_over_without_copies(tmp_path: Path) -> None:
+def test_a_leaving_replica_hands_over_its_optimizer_state(tmp_path: Path) -> None:
     job: dict[str, Any] = {"options": {"zero": 1, "copies": 0}}
     with coordinator(least=1) as address:
         faults = {"c": {"after": 2, "fault": ask_to_leave}}
@@ -99,7 +99,7 @@ def test_a_replica_that_leaves_hands_over_without_copies(tmp_path: Path) -> None
         ("module", {"data": 2}, 3, "ab", 1, "b", kill),
     ],
 )
-def test_owners_are_lost_on_grids(
+def test_grids_survive_the_loss_of_optimizer_state_owners(
     kind: str, grid: dict[str, int], zero: int, names: str, copies: int, killed: str, fault: Any, tmp_path: Path
 ) -> None:
     job: dict[str, Any] = {"options": {"zero": 1, "copies": copies}, "grid": grid, "zero": zero, "kind": kind}
@@ -115,7 +115,7 @@ def test_owners_are_lost_on_grids(
 
 
 @pytest.mark.exhaustive
-def test_an_owner_that_was_stopped_gets_a_part_again(tmp_path: Path) -> None:
+def test_a_paused_owner_gets_a_part_of_the_state_again(tmp_path: Path) -> None:
     job: dict[str, Any] = {"options": {"zero": 1, "timeout": 1.5}}
     with coordinator(least=1) as address:
         faults = {"c": {"after": 2, "fault": stop_for_a_while}}
@@ -125,7 +125,7 @@ def test_an_owner_that_was_stopped_gets_a_part_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_master_weights_are_cut_too(tmp_path: Path) -> None:
+def test_master_weights_are_sharded_over_replicas(tmp_path: Path) -> None:
     job: dict[str, Any] = {"kind": "narrow", "precision": triax.Precision(weights="bf16")}
     with coordinator(least=1) as address:
         common = {"gather": "abc", "final": "abc", "pause": 0.05, "options": {"zero": 1}, **job}

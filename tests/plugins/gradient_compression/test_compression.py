@@ -177,7 +177,9 @@ def each_kind(shape: tuple[int, int, int], stage: int, kinds: list[str], **more:
     ("shape", "stage"),
     [pytest.param(*each, marks=() if each in (GRIDS[1], GRIDS[4]) else pytest.mark.exhaustive) for each in GRIDS],
 )
-def test_each_step_is_the_papers(ranks: Any, shape: tuple[int, int, int], stage: int) -> None:
+def test_compressed_steps_equal_the_equations_of_the_papers(
+    ranks: Any, shape: tuple[int, int, int], stage: int
+) -> None:
     kinds = [*SECTIONS] if shape == (1, 2, 1) else ["topk", "dgc", "powersgd"]
     every = ranks(math.prod(shape), each_kind, shape, stage, kinds)
     for kind in kinds:
@@ -188,7 +190,7 @@ def test_each_step_is_the_papers(ranks: Any, shape: tuple[int, int, int], stage:
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.exhaustive), "nvme"])
-def test_each_step_is_the_papers_where_the_update_is_offloaded(ranks: Any, tmp_path: Path, device: str) -> None:
+def test_compressed_steps_with_offload_equal_the_equations(ranks: Any, tmp_path: Path, device: str) -> None:
     kinds = ["dgc", "powersgd"]
     more: dict[str, Any] = {
         "offload_optimizer": {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
@@ -246,7 +248,7 @@ class _GradBucket:
         return True
 
 
-def test_powersgd_steps_as_torchs_hook_does(ranks: Any) -> None:
+def test_powersgd_steps_equal_those_of_torchs_hook(ranks: Any) -> None:
     for found in ranks(2, hooked, (12, 9), 3):
         assert len(found) == 10
         for ours, theirs in found:
@@ -259,7 +261,7 @@ def counted(replicas: int, options: list[dict[str, Any]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("replicas", "stage"), [(2, 0), (4, 1)])
-def test_bytes_are_the_formulas(ranks: Any, replicas: int, stage: int) -> None:
+def test_compressed_exchanges_send_the_bytes_of_the_formulas(ranks: Any, replicas: int, stage: int) -> None:
     """Counts of fp32 numbers in a stage: two matrices of 4 W * W, one of W * W, and vectors."""
     base = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6}}
     matrices = [4 * WIDTH * WIDTH, 4 * WIDTH * WIDTH, WIDTH * WIDTH]

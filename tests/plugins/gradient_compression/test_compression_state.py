@@ -52,7 +52,7 @@ def overflowing() -> Any:
     return seen
 
 
-def test_an_overflow_leaves_residuals_alone(ranks: Any) -> None:
+def test_an_overflow_changes_no_compression_residuals(ranks: Any) -> None:
     for seen in ranks(2, overflowing):
         assert [steps for _, steps, _ in seen] == [1, 2, 2, 3] and [skipped for *_, skipped in seen] == [0, 0, 1, 1]
         residuals = [residual for residual, *_ in seen]
@@ -80,7 +80,9 @@ def resumed(shape: tuple[int, int, int], section: dict[str, Any], folder: str, l
 
 
 @pytest.mark.parametrize("section", [FULL, POWER], ids=["dgc", "powersgd"])
-def test_resumed_in_the_middle(ranks: Any, tmp_path: Path, section: dict[str, Any]) -> None:
+def test_compressed_training_resumes_bitwise_and_keeps_residuals(
+    ranks: Any, tmp_path: Path, section: dict[str, Any]
+) -> None:
     folder = str(tmp_path)
     before = ranks(4, resumed, (2, 2, 1), section, folder, False, 4)
     after = ranks(4, resumed, (2, 2, 1), section, folder, True, 3)
@@ -100,7 +102,9 @@ def test_resumed_in_the_middle(ranks: Any, tmp_path: Path, section: dict[str, An
                     torch.testing.assert_close(loaded[key][name], value, rtol=1e-12, atol=1e-15)
 
 
-def test_what_another_method_kept_is_handed_on(ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_compression_method_loads_the_saved_residuals(
+    ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = str(tmp_path)
     ((_, _, sums, _),) = ranks(1, resumed, (1, 1, 1), POWER, folder, False, 4)
     grid = Grid()
@@ -114,7 +118,7 @@ def test_what_another_method_kept_is_handed_on(ranks: Any, tmp_path: Path, caplo
     assert "the state of PowerSGDExchange (q, residual) is not loaded" in caplog.text
 
 
-def alone(compression: Any, stage: int, steps: int = 6, resume: int = 0) -> Any:
+def train_in_a_plain_loop(compression: Any, stage: int, steps: int = 6, resume: int = 0) -> Any:
     """A plain loop, in which a layer is used in the first steps only; saved and loaded after ``resume`` steps."""
     grid = Grid(timeout=60)
 
@@ -147,8 +151,8 @@ def alone(compression: Any, stage: int, steps: int = 6, resume: int = 0) -> Any:
     "compression", [TopK(0.1), PowerSGD(1), "rows", "fp16"], ids=["topk", "powersgd", "rows", "fp16"]
 )
 def test_compression_in_a_plain_loop_resumes_exactly(ranks: Any, compression: Any) -> None:
-    found, whole = ranks(2, alone, compression, 1), ranks(2, alone, None, 1)
-    again = ranks(2, alone, compression, 1, resume=3)
+    found, whole = ranks(2, train_in_a_plain_loop, compression, 1), ranks(2, train_in_a_plain_loop, None, 1)
+    again = ranks(2, train_in_a_plain_loop, compression, 1, resume=3)
     for trace, more, plainly in zip(found, again, whole, strict=True):
         for step, first, other, want in zip(trace, found[0], more, plainly, strict=True):
             for name, value in step.items():
@@ -164,7 +168,7 @@ def test_compression_in_a_plain_loop_resumes_exactly(ranks: Any, compression: An
         assert torch.equal(last["1.weight"], before["1.weight"])
 
 
-def test_a_plain_loop_sends_everything_in_the_end(ranks: Any) -> None:
+def test_steps_and_residuals_add_up_to_the_sum_of_gradients(ranks: Any) -> None:
     """Error feedback: the steps and the residuals add up to the sum of all gradients."""
     for values in (None, torch.float16, torch.bfloat16):  # what rounding loses is not lost
         for missing, steps in ranks(2, fed_back, values):
@@ -211,7 +215,7 @@ def not_finite(compression: Any) -> Any:
 
 
 @pytest.mark.parametrize("compression", [TopK(0.2), PowerSGD(1, min_compression=1.0)], ids=["topk", "powersgd"])
-def test_what_is_not_finite_is_not_kept(ranks: Any, compression: Any) -> None:
+def test_a_gradient_that_is_not_finite_changes_no_residuals(ranks: Any, compression: Any) -> None:
     assert ranks(2, not_finite, compression) == [([True, True, False, True], True)] * 2
 
 
@@ -259,12 +263,12 @@ SGD_M = {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.9}}
         ),
     ],
 )
-def test_compression_options_that_cannot_be_are_refused(config: dict[str, Any], words: str) -> None:
+def test_invalid_compression_options_are_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_config({**BASE, **config})
 
 
-def test_refused_where_it_is_made() -> None:
+def test_optimizers_refuse_unsupported_compression() -> None:
     model = nn.Linear(4, 4)
     section = {"gradient_compression": {"type": "topk", "momentum": 0.9}}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)

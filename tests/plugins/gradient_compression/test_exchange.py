@@ -83,7 +83,9 @@ def trained(shape: tuple[int, int, int], stage: int, exchanged: bool, options: d
 
 
 @pytest.mark.parametrize(("shape", "stage"), [((1, 2, 1), 0), ((2, 2, 1), 1), ((1, 2, 2), 1), ((1, 1, 1), 0)])
-def test_an_exchange_that_sums_is_the_sum(ranks: Any, shape: tuple[int, int, int], stage: int) -> None:
+def test_a_custom_exchange_that_sums_trains_as_the_default_one(
+    ranks: Any, shape: tuple[int, int, int], stage: int
+) -> None:
     size = shape[0] * shape[1] * shape[2]
     wanted = ranks(size, trained, shape, stage, False, {})
     found = ranks(size, trained, shape, stage, True, {})
@@ -95,7 +97,7 @@ def test_an_exchange_that_sums_is_the_sum(ranks: Any, shape: tuple[int, int, int
                 torch.testing.assert_close(mine[name], value, rtol=1e-10, atol=1e-14)
 
 
-def test_a_step_that_overflowed_is_not_exchanged(ranks: Any) -> None:
+def test_steps_that_overflow_call_no_exchange(ranks: Any) -> None:
     """A scale beyond fp16's range: every step is skipped on all ranks, before state takes infinite values."""
     options = {"fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}}
     for *_, calls, skipped in ranks(2, trained, (1, 2, 1), 0, True, options):

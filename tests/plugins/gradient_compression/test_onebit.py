@@ -55,7 +55,7 @@ CHOSEN |= {(2, 2, 1): ["OneBitLamb"], (1, 2, 2): ["ZeroOneAdam"]}
     ],
     ids=str,
 )
-def test_1_bit_steps_are_the_papers_equations(ranks: Any, kind: str, shape: tuple[int, int, int]) -> None:
+def test_1_bit_steps_equal_the_equations_of_the_papers(ranks: Any, kind: str, shape: tuple[int, int, int]) -> None:
     if kind == "OneBitLamb" and shape[2] > 1:
         return  # refused: see below
     corrects, clip = shape[1] != 2, 0.4 if shape[1] == 4 or shape[2] == 2 else 0.0
@@ -90,7 +90,7 @@ def exchanged(numel: int, spans: list[tuple[int, int]]) -> Any:
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_nothing_is_lost_between_what_is_sent_and_what_is_kept(ranks: Any, replicas: int) -> None:
+def test_compressed_mean_plus_errors_equals_the_exact_mean(ranks: Any, replicas: int) -> None:
     """The mean of the inputs, values and errors, equals the output plus the mean of the remaining errors."""
     numel, spans = 64 * replicas, [(0, 37), (48, 48), (48, 49), (64, 64 * replicas - 5)]
     results = ranks(replicas, exchanged, numel, spans)
@@ -117,7 +117,7 @@ def test_nothing_is_lost_between_what_is_sent_and_what_is_kept(ranks: Any, repli
         assert said == 2 * wanted
 
 
-def test_bits_are_packed_eight_to_a_byte() -> None:
+def test_signs_are_packed_eight_to_a_byte() -> None:
     signs = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)) < 0.5
     packed = pack(signs)
     assert packed.dtype == torch.uint8 and packed.shape == (3, 5)
@@ -133,7 +133,7 @@ def transposed() -> Any:
     return found, axis.traffic.report()["data"]["all_to_all"]
 
 
-def test_all_to_all_gives_each_rank_its_own(ranks: Any) -> None:
+def test_all_to_all_sends_each_rank_its_own_part(ranks: Any) -> None:
     for rank, (found, sent) in enumerate(ranks(4, transposed)):
         wanted = [[100 * source + 2 * rank, 100 * source + 2 * rank + 1] for source in range(4)]
         assert found[0].tolist() == found[1].tolist() == wanted
@@ -153,7 +153,7 @@ def counted(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
-def test_bytes_are_a_sixteenth_of_fp16s(ranks: Any, kind: str) -> None:
+def test_1_bit_steps_send_a_sixteenth_of_the_bytes_of_fp16(ranks: Any, kind: str) -> None:
     n = 4
     for buckets, sent, formula in ranks(n, counted, kind):
         numel = sum(size for size, _ in buckets)

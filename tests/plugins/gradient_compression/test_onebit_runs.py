@@ -68,7 +68,7 @@ def interrupted(
         ("OneBitLamb", 6, {}),
     ],
 )
-def test_resumed_in_the_middle_it_is_bitwise_the_same(
+def test_1_bit_optimizers_resume_bitwise(
     ranks: Any, tmp_path: Path, kind: str, at: int, config: dict[str, Any]
 ) -> None:
     whole = ranks(2, interrupted, str(tmp_path), kind, (1, 2, 1), at, False, STEPS, **config)
@@ -87,7 +87,7 @@ def test_resumed_in_the_middle_it_is_bitwise_the_same(
 
 
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
-def test_on_another_number_of_replicas_what_is_left_out_goes_on(ranks: Any, tmp_path: Path, replicas: int) -> None:
+def test_1_bit_errors_carry_over_to_another_number_of_replicas(ranks: Any, tmp_path: Path, replicas: int) -> None:
     """Errors add the same to the next mean; replicas with local updates all resume from the mean."""
     for kind, at in (("OneBitAdam", 7), ("ZeroOneAdam", 11)):
         folder = str(tmp_path / kind)
@@ -130,7 +130,7 @@ def _states(engine: Any) -> list[tuple[Any, dict[str, Any]]]:
     return list(engine.optimizer.state.items())
 
 
-def test_an_overflow_leaves_errors_and_momenta_as_they_are(ranks: Any) -> None:
+def test_an_overflow_changes_no_1_bit_errors_or_momenta(ranks: Any) -> None:
     for skipped, kept, dtypes, same, steps, _ in ranks(2, overflowed):
         assert skipped == 1 and kept and not same
         assert dtypes == {torch.float32} and steps == 7
@@ -174,7 +174,7 @@ def branched(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb"])
-def test_what_has_no_gradient_on_any_replica_stands_still(ranks: Any, kind: str) -> None:
+def test_1_bit_steps_skip_parameters_without_a_gradient(ranks: Any, kind: str) -> None:
     for seen in ranks(2, branched, kind):
         for number, (still, stood) in enumerate(seen, start=1):
             assert still == {name: "never" in name or (number == 7 and "rare" in name) for name in still}
@@ -268,7 +268,7 @@ def standalone(weights: dict[str, Tensor], how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["sharded", "an instance"])
-def test_in_a_plain_loop_it_is_the_same(ranks: Any, how: str) -> None:
+def test_onebit_adam_in_a_plain_loop_equals_the_equations(ranks: Any, how: str) -> None:
     model = PipelineModule(layers(Grid()), loss_fn=mean_loss).double()
     start = {name: p.detach() for name, p in model.named_parameters()}
     found = ranks(2, standalone, start, how)
@@ -277,7 +277,7 @@ def test_in_a_plain_loop_it_is_the_same(ranks: Any, how: str) -> None:
         compare(trace, wanted)
 
 
-def apart(resumed: bool) -> Any:
+def resume_between_synchronizations(resumed: bool) -> Any:
     """A plain loop of 0/1 Adam, made again and loaded between two synchronizations, on the first replica's weights."""
     grid = Grid(timeout=60)
     torch.manual_seed(0)
@@ -304,8 +304,10 @@ def apart(resumed: bool) -> Any:
     return [p.detach().clone() for p in model.parameters()], met
 
 
-def test_resumed_in_a_plain_loop_where_replicas_were_apart(ranks: Any) -> None:
-    for (found, met), (wanted, _) in zip(ranks(2, apart, True), ranks(2, apart, False), strict=True):
+def test_zero_one_adam_resumes_between_synchronizations(ranks: Any) -> None:
+    for (found, met), (wanted, _) in zip(
+        ranks(2, resume_between_synchronizations, True), ranks(2, resume_between_synchronizations, False), strict=True
+    ):
         assert not all(met[7:])
         for mine, want in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine, want, rtol=1e-12, atol=1e-14)
@@ -330,7 +332,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "words"), CASES, ids=[str(given) for given, _ in CASES])
-def test_1_bit_options_that_cannot_be_are_refused(given: dict[str, Any], words: str) -> None:
+def test_invalid_1_bit_options_are_refused(given: dict[str, Any], words: str) -> None:
     params = {} if "zero_optimization" in given else given
     more = given if "zero_optimization" in given else {}
     with pytest.raises(ConfigError) as error:
@@ -340,7 +342,7 @@ def test_1_bit_options_that_cannot_be_are_refused(given: dict[str, Any], words: 
     assert words in str(error.value)
 
 
-def test_notes_name_options_without_effect() -> None:
+def test_notes_name_1_bit_options_without_effect() -> None:
     params = {"lr": 1e-3, "freeze_step": 5, "cuda_aware": False, "comm_backend_name": "nccl", "eps_inside_sqrt": False}
     notes = notes_of(read_config({"train_batch_size": 4, "optimizer": {"type": "onebitadam", "params": params}}))
     assert [note.split(":")[0] for note in notes] == [
@@ -377,7 +379,7 @@ def refused_on_ranks() -> list[str]:
     return said
 
 
-def test_refused_on_every_rank(ranks: Any) -> None:
+def test_unsupported_1_bit_setups_are_refused_on_every_rank(ranks: Any) -> None:
     for said in ranks(2, refused_on_ranks):
         wanted = [
             "the grid's tensor axis of 2 shards tensors: make a grid of tensor 1, or use OneBitAdam",
@@ -442,7 +444,7 @@ def written_apart() -> Any:
     return parameters[name].detach().clone(), same, {other: p.detach().clone() for other, p in others.items()}
 
 
-def test_a_weight_that_is_written_between_meetings_stays_written(ranks: Any) -> None:
+def test_a_weight_set_between_synchronizations_keeps_its_value(ranks: Any) -> None:
     first, second = ranks(2, written_apart)
     assert any(not torch.equal(first[2][name], second[2][name]) for name in first[2])  # they were apart
     for weight, same, _ in (first, second):

@@ -108,7 +108,7 @@ def formula(replicas: int, chunks: Weights) -> list[Weights]:
 
 
 @pytest.mark.parametrize("replicas", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_steps_equal_the_formula(ranks: Any, replicas: int) -> None:
+def test_1_bit_sgd_steps_equal_the_formula(ranks: Any, replicas: int) -> None:
     results = ranks(replicas, trained, replicas)
     wanted = formula(replicas, results[0][1])
     for trace, _ in results:
@@ -116,7 +116,7 @@ def test_steps_equal_the_formula(ranks: Any, replicas: int) -> None:
             torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-12)
 
 
-def test_one_replica_is_torchs_sgd() -> None:
+def test_1_bit_sgd_on_one_replica_equals_torchs_sgd() -> None:
     model, its = net(), net()
     optimizers = (
         OneBitSGD(model.parameters(), **OPTIONS),

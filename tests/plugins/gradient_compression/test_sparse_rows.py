@@ -72,7 +72,7 @@ def looked_up(shape: tuple[int, int, int], stage: int, sparse: bool, few: bool) 
 
 
 @pytest.mark.parametrize(("shape", "stage"), [((1, 2, 1), 0), ((1, 4, 1), 1), ((2, 2, 1), 1), ((1, 2, 2), 0)])
-def test_rows_of_embeddings_sum_exactly(ranks: Any, shape: tuple[int, int, int], stage: int) -> None:
+def test_sparse_embedding_rows_sum_as_the_dense_gradient(ranks: Any, shape: tuple[int, int, int], stage: int) -> None:
     size = math.prod(shape)
     wanted = ranks(size, looked_up, shape, stage, False, True)
     found = ranks(size, looked_up, shape, stage, True, True)
@@ -91,7 +91,7 @@ def test_rows_of_embeddings_sum_exactly(ranks: Any, shape: tuple[int, int, int],
         assert kinds["all_reduce"]["bytes"] == reduced + 8
 
 
-def test_rows_of_embeddings_give_way_where_there_are_many(ranks: Any) -> None:
+def test_many_embedding_rows_are_sent_as_a_dense_gradient(ranks: Any) -> None:
     wanted = ranks(2, looked_up, (1, 2, 1), 0, False, False)
     (trace, report, counts), _ = ranks(2, looked_up, (1, 2, 1), 0, True, False)
     assert_same(trace, wanted[0][0])
@@ -116,7 +116,7 @@ def beside_much(options: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_rows_of_embeddings_never_send_more_than_the_sum(ranks: Any, dtype: str) -> None:
+def test_sparse_embedding_rows_never_send_more_than_the_dense_sum(ranks: Any, dtype: str) -> None:
     """The other parameters of an embedding's bucket are all-reduced in stage 1, not reduce-scattered."""
     options = {"communication_data_type": dtype}
     plain, sparse = ranks(2, beside_much, options), ranks(2, beside_much, {**options, "sparse_gradients": True})

@@ -99,7 +99,7 @@ def order_reference() -> tuple[dict[int, list[list[Tensor]]], list[Tensor]]:
     return found, after(max(number for _, number in ORDER))
 
 
-def test_rounds_that_come_late_count_in_their_own(ranks: Any, tmp_path: Path) -> None:
+def test_late_rounds_count_in_the_round_they_belong_to(ranks: Any, tmp_path: Path) -> None:
     """Two replicas, each ahead of the other by up to two rounds, in a fixed order; at the end the same bits."""
     expected, end = order_reference()
     last = None
@@ -112,7 +112,7 @@ def test_rounds_that_come_late_count_in_their_own(ranks: Any, tmp_path: Path) ->
         assert all(torch.equal(last[name], after[name]) for name in after)
 
 
-def bounded(staleness: int) -> Any:
+def train_with_a_slow_replica_that_leaves(staleness: int) -> Any:
     """Replica 3 sleeps in each step and stops after fewer steps; the others do not."""
     engine = module_engine({**ASYNC, "every": 2, "max_staleness": staleness})
     replica, lags = engine.grid.data.rank, []
@@ -128,16 +128,16 @@ def bounded(staleness: int) -> Any:
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_the_bound_holds_and_nobody_is_waited_for_who_left(ranks: Any, staleness: int) -> None:
+def test_staleness_stays_bounded_when_a_slow_replica_leaves(ranks: Any, staleness: int) -> None:
     """The slow replica leaves first, the others have more rounds to run, and all end with the same weights."""
-    found = ranks(4, bounded, staleness)
+    found = ranks(4, train_with_a_slow_replica_that_leaves, staleness)
     for complete, lag, present, meetings, weights in found:
         assert complete and lag <= staleness and 1 <= present <= 4
         assert meetings == (3 if weights is found[3][-1] else 6)
         assert all(torch.equal(weights[name], found[0][-1][name]) for name in weights)
 
 
-def ahead(shape: tuple[int, int, int]) -> Any:
+def train_beside_a_slow_replica(shape: tuple[int, int, int]) -> Any:
     """A slow replica of several ranks, and one that is ahead of it."""
     engine = make(shape, {**ASYNC, "max_staleness": 1}, ADAMW)
     lags = []
@@ -151,16 +151,16 @@ def ahead(shape: tuple[int, int, int]) -> Any:
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)])
-def test_the_ranks_of_a_replica_take_the_same(ranks: Any, shape: tuple[int, int, int]) -> None:
+def test_ranks_of_a_replica_apply_the_same_differences(ranks: Any, shape: tuple[int, int, int]) -> None:
     """Stages and shards of a replica apply the same differences in every round; at the end all replicas are equal."""
-    found = ranks(4, ahead, shape)
+    found = ranks(4, train_beside_a_slow_replica, shape)
     for weights, whole, held in found:
         assert all(torch.equal(weights[name], found[0][0][name]) for name in weights)
         assert all(torch.equal(w, weights[name]) for name, w in whole.items())
         assert held["common"] == 3 * held["parameters"]  # the common weights, the start of a round, and velocity
 
 
-def early(folder: str) -> Any:
+def end_a_round_early(folder: str) -> Any:
     """Replica 0 ends its round of four steps while replica 1 has taken one."""
     there, engine = Path(folder), module_engine({"type": "async_diloco", "every": 4, "max_staleness": 1})
     meetings = []
@@ -175,12 +175,12 @@ def early(folder: str) -> Any:
 
 
 def test_a_slow_replica_ends_its_round_early(ranks: Any, tmp_path: Path) -> None:
-    fast, slow = ranks(2, early, str(tmp_path))
+    fast, slow = ranks(2, end_a_round_early, str(tmp_path))
     assert fast == (True, [0, 0, 0, 1, 1, 1, 1, 2]) and slow[0]
     assert slow[1][:2] == [0, 1]  # at the first step after it heard
 
 
-def timed(folder: str) -> bool:
+def print_times_of_a_fast_replica(folder: str) -> bool:
     """Replica 0 takes four steps, and prints what they took, before replica 1 takes its first."""
     there, trace = Path(folder), f"{folder}/trace.json"
     engine = module_engine(ASYNC, wall_clock_breakdown=True, steps_per_print=2, timeline={"step": 3, "file": trace})
@@ -196,11 +196,11 @@ def timed(folder: str) -> bool:
     return bool(engine.leave())
 
 
-def test_figures_wait_for_nobody(ranks: Any, tmp_path: Path) -> None:
-    assert ranks(2, timed, str(tmp_path)) == [True, True]
+def test_printing_times_does_not_wait_for_other_replicas(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, print_times_of_a_fast_replica, str(tmp_path)) == [True, True]
 
 
-def one_fails(local: dict[str, Any]) -> Any:
+def fail_on_one_replica(local: dict[str, Any]) -> Any:
     engine = module_engine(local)
     for step in range(6):
         if step == 3 and engine.grid.data.rank == 1:
@@ -212,10 +212,10 @@ def one_fails(local: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     "kind", [{"type": "local_sgd"}, {"type": "async_diloco", "max_staleness": 1, "meet_early": False}]
 )
-def test_a_replica_that_fails_ends_the_run(ranks: Any, kind: dict[str, Any]) -> None:
+def test_an_error_of_one_replica_ends_the_run_with_its_message(ranks: Any, kind: dict[str, Any]) -> None:
     """The other replicas stop when they would wait for it, with its message."""
     with pytest.raises(RankFailure) as failure:
-        ranks(2, one_fails, {**kind, "every": 2})
+        ranks(2, fail_on_one_replica, {**kind, "every": 2})
     assert "the disk is full" in failure.value[0].text and failure.value[0].kind == "raised"
 
 
@@ -235,7 +235,7 @@ def stops_alone(local: dict[str, Any], how: str) -> None:
 @pytest.mark.parametrize(
     "kind", [{"type": "diloco"}, {"type": "async_diloco", "max_staleness": 1, "meet_early": False}]
 )
-def test_what_one_replica_raises_ends_the_run(ranks: Any, kind: dict[str, Any], how: str) -> None:
+def test_a_nan_loss_or_lack_of_data_on_one_replica_ends_the_run(ranks: Any, kind: dict[str, Any], how: str) -> None:
     with pytest.raises(RankFailure) as failure:
         ranks(2, stops_alone, {**kind, "every": 2}, how)
     for report in failure.value.reports:
@@ -276,6 +276,6 @@ def last_to_leave() -> Any:
     return weights_of(engine)
 
 
-def test_the_store_is_gone_when_all_have_left(ranks: Any) -> None:
+def test_replicas_end_with_equal_weights_after_the_store_is_gone(ranks: Any) -> None:
     first, second = ranks(2, last_to_leave)
     assert all(torch.equal(first[name], second[name]) for name in first)

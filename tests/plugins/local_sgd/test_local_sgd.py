@@ -150,7 +150,7 @@ MORE: list[Case] = [
 @pytest.mark.parametrize(
     ("size", "listed"), [(2, CASES), (4, CASES), *(pytest.param(n, MORE, marks=pytest.mark.exhaustive) for n in (2, 4))]
 )
-def test_replicas_step_and_meet_as_the_papers_say(ranks: Any, size: int, listed: list[Case]) -> None:
+def test_local_sgd_and_diloco_steps_equal_the_papers(ranks: Any, size: int, listed: list[Case]) -> None:
     """Weights and loss of each replica after every step; right after a synchronization the bits are equal."""
     cases = [case for case in listed if case[0][0] * case[0][1] * case[0][2] == size]
     everyone = ranks(size, all_trained, cases)
@@ -245,7 +245,7 @@ WAITS: list[dict[str, Any]] = [
         *(pytest.param(4, WAITS[number], marks=pytest.mark.exhaustive) for number in (0, 2)),
     ],
 )
-def test_diloco_around_a_plain_module_is_the_reference(ranks: Any, replicas: int, waits: dict[str, Any]) -> None:
+def test_diloco_around_a_plain_module_equals_the_reference(ranks: Any, replicas: int, waits: dict[str, Any]) -> None:
     """DiLoCo around any module in DeepSpeed's loop; the outer step of the reference is torch's."""
     local = {**waits, "every": 2, **OUTER}
     expected = module_reference(replicas, local, clip=0.1)
@@ -274,7 +274,7 @@ def beside_synchronous(steps: int) -> Any:
     return found, seldom.traffic_report()["local"]
 
 
-def test_meeting_at_every_step_is_synchronous_sgd(ranks: Any) -> None:
+def test_local_sgd_with_a_mean_at_each_step_is_synchronous_sgd(ranks: Any) -> None:
     """For SGD, also with momentum, the mean of the weights equals a step with the mean gradient.
 
     A synchronization sends as much as a synchronous step: one in 50 steps sends a 50th (in fp32 for fp64, a 100th).
@@ -311,8 +311,8 @@ def partly_used(start_step: int | None) -> Weights:
 
 
 @pytest.mark.parametrize("start_step", [4, None])
-def test_before_start_step_all_replicas_step_what_any_used(ranks: Any, start_step: int | None) -> None:
-    """As one process does with the mean of the replicas' losses; unused weights do not change, nor decay."""
+def test_before_start_step_all_replicas_update_the_used_layers(ranks: Any, start_step: int | None) -> None:
+    """As one process with the mean of the replicas' losses; weights that no replica uses do not change or decay."""
     model = three_layers()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW["params"])
     for step in range(4):
@@ -327,7 +327,7 @@ def test_before_start_step_all_replicas_step_what_any_used(ranks: Any, start_ste
         assert torch.equal(found["2.weight"], three_layers().get_parameter("2.weight"))
 
 
-def spoilt(nan_loss: str, steps: tuple[int, ...]) -> Any:
+def train_with_nan_losses(nan_loss: str, steps: tuple[int, ...]) -> Any:
     """Replica 1 has a nan loss in these steps; the third step taken is the last before ``start_step``."""
     engine, said = module_engine({"type": "diloco", "every": 2, "start_step": 3}, nan_loss=nan_loss), []
     for step in range(5):
@@ -339,12 +339,12 @@ def spoilt(nan_loss: str, steps: tuple[int, ...]) -> Any:
     return said, engine.skipped_steps, weights_of(engine)
 
 
-def test_a_loss_that_is_nan_is_everybodys_while_they_step_together(ranks: Any) -> None:
-    """All skip the step, or all raise an error and can continue; after ``start_step`` only the replica itself does."""
-    (_, both, first), (_, more, second) = ranks(2, spoilt, "skip", (1, 4))
+def test_before_start_step_a_nan_loss_affects_all_replicas(ranks: Any) -> None:
+    """All replicas skip the step, or all raise; after ``start_step`` only the replica with the NaN loss does."""
+    (_, both, first), (_, more, second) = ranks(2, train_with_nan_losses, "skip", (1, 4))
     assert (both, more) == (1, 2)
     same(first, second)
-    (said, _, _), (theirs, _, _) = ranks(2, spoilt, "raise", (1,))
+    (said, _, _), (theirs, _, _) = ranks(2, train_with_nan_losses, "raise", (1,))
     assert said == theirs and "microbatch 0 is nan" in said[0]
 
 
@@ -366,7 +366,7 @@ def between(start_step: int, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["diloco", "async_diloco"])
-def test_what_replicas_are_asked_for(ranks: Any, kind: str) -> None:
+def test_evaluation_uses_each_replicas_own_weights(ranks: Any, kind: str) -> None:
     """The evaluated loss is that of all data, each replica with its own weights.
 
     Before ``start_step`` the common weights are the weights. The last of three steps is a local one.
@@ -408,7 +408,7 @@ def own_schedules(folder: str) -> Any:
     return rates, all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_each_replica_has_its_own_schedule(ranks: Any, tmp_path: Path) -> None:
+def test_each_replica_has_its_own_learning_rate_schedule(ranks: Any, tmp_path: Path) -> None:
     for (rates, bitwise), skipped in zip(ranks(2, own_schedules, str(tmp_path)), (0, 1), strict=True):
         rate = 0.2 * 0.5 ** (3 - skipped)
         assert bitwise and rates == [[rate], [rate], [rate / 2], [rate / 2]]
@@ -430,7 +430,7 @@ def unlike_steps(folder: str, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["local_sgd", "diloco"])
-def test_unlike_numbers_of_steps_are_told(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_unequal_step_counts_of_replicas_are_an_error(ranks: Any, tmp_path: Path, kind: str) -> None:
     """Every rank raises before anything is sent; after equal numbers of steps the replicas synchronize."""
     first, second = ranks(2, unlike_steps, str(tmp_path), kind)
     assert first[-1] == second[-1]
@@ -460,21 +460,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "words"), REFUSED)
-def test_local_sgd_options_that_cannot_be_are_refused(wrong: dict[str, Any], words: str) -> None:
+def test_invalid_local_sgd_options_are_refused(wrong: dict[str, Any], words: str) -> None:
     config = {**settings({"type": "diloco", "every": 2}, ADAMW, 1), **wrong}
     with pytest.raises(ConfigError, match=words):
         read_config(config)
     read_config(settings({"type": "diloco", "every": 2}, ADAMW, 1))
 
 
-def test_without_an_optimizer_there_is_nothing_to_step() -> None:
+def test_local_updates_without_an_optimizer_are_refused() -> None:
     config = {"train_batch_size": 4, "local_updates": {"type": "diloco", "every": 2}}
     with pytest.raises(ConfigError, match="local_updates needs an optimizer"):
         initialize(model=network(), config=config)
 
 
 def test_local_sgd_of_one_replica_is_sgd() -> None:
-    """With one replica, local SGD is SGD."""
     engine = make((1, 1, 1), {"type": "local_sgd", "every": 2}, ADAMW)
     plain = make((1, 1, 1), None, ADAMW)
     for _ in range(4):

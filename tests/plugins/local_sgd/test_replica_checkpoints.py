@@ -66,7 +66,7 @@ MORE_RESUMED: list[tuple[Case, int, dict[str, Any]]] = [
 ]
 
 
-def elsewhere(folder: str, number: int, shape: tuple[int, int, int], local: dict[str, Any] | None) -> Any:
+def load_on_another_grid(folder: str, number: int, shape: tuple[int, int, int], local: dict[str, Any] | None) -> Any:
     engine = make(shape, local, RESUMED[number][0][2], train_batch_size=8)
     engine.load_checkpoint(f"{folder}/{number}", load_lr_scheduler_states=False)
     weights = engine.gather()
@@ -83,18 +83,20 @@ def resumed_bitwise(ranks: Any, folder: Path, cases: list[tuple[Case, int, dict[
 
 
 @pytest.mark.exhaustive
-def test_saved_and_resumed_in_other_ways(ranks: Any, tmp_path: Path) -> None:
+def test_more_kinds_of_local_updates_resume_bitwise(ranks: Any, tmp_path: Path) -> None:
     resumed_bitwise(ranks, tmp_path, MORE_RESUMED)
 
 
-def test_saved_anywhere_and_resumed(ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_local_updates_resume_at_any_step_and_replica_count(
+    ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Bitwise on the same number of replicas, at any step of a round; on another number from the replicas' mean."""
     everyone = resumed_bitwise(ranks, tmp_path, RESUMED)
     for number, local in ((0, {"type": "diloco", "every": 3, **OUTER}), (2, {"type": "diloco", "every": 2}), (0, None)):
         saved = {replica: weights for replica, _, _, weights in (each[number] for each in everyone)}
         mean = {name: sum(each[name] for each in saved.values()) / len(saved) for name in saved[0]}
         caplog.clear()
-        weights, meetings = elsewhere(str(tmp_path), number, (1, 1, 1), local)
+        weights, meetings = load_on_another_grid(str(tmp_path), number, (1, 1, 1), local)
         same(weights, mean)
         if local is None:
             continue
@@ -124,12 +126,12 @@ def becomes_asynchronous(folder: str) -> Any:
     return weights
 
 
-def test_a_round_goes_on_asynchronously(ranks: Any, tmp_path: Path) -> None:
+def test_a_diloco_round_resumes_as_asynchronous_diloco(ranks: Any, tmp_path: Path) -> None:
     for wanted, found in ranks(2, becomes_asynchronous, str(tmp_path)):
         same(found, wanted)
 
 
-def together_again(folder: str, stop: int) -> Any:
+def load_before_start_step(folder: str, stop: int) -> Any:
     """A checkpoint of local steps, loaded before ``start_step``, and loaded by a plain engine."""
     local: dict[str, Any] = {"type": "diloco", "every": 2, **OUTER}
     engine = make((1, 2, 1), local, ADAMW)
@@ -146,9 +148,9 @@ def together_again(folder: str, stop: int) -> Any:
 
 
 @pytest.mark.parametrize("stop", [3, 4])  # between two meetings, and at one, where optimizers' states differ still
-def test_steps_together_after_steps_of_their_own(ranks: Any, tmp_path: Path, stop: int) -> None:
+def test_synchronous_steps_after_local_ones_begin_at_the_mean(ranks: Any, tmp_path: Path, stop: int) -> None:
     """Replicas continue from their mean, as a run without local updates does, and stay equal."""
-    everyone = ranks(2, together_again, str(tmp_path), stop)
+    everyone = ranks(2, load_before_start_step, str(tmp_path), stop)
     for (losses, weights), (plain_losses, plain) in everyone:
         assert losses == pytest.approx(plain_losses, rel=1e-10)
         same(weights, plain)
@@ -175,7 +177,7 @@ def unlike_optimizers(folder: str) -> Any:
     return said, engine.gather()
 
 
-def test_replicas_that_are_unlike_do_not_step_together(ranks: Any, tmp_path: Path) -> None:
+def test_loading_before_start_step_needs_optimizer_and_schedule(ranks: Any, tmp_path: Path) -> None:
     (said, weights), (_, others) = ranks(2, unlike_optimizers, str(tmp_path))
     assert all("It was saved at step 1, before local updates begin (start_step 2)" in each for each in said)
     assert all(torch.equal(weights[name], others[name]) for name in weights)
@@ -198,12 +200,12 @@ def saved_at_the_boundary(folder: str) -> Any:
     return warnings
 
 
-def test_nobody_had_stepped_alone(ranks: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_without_local_steps_loads_without_notes(ranks: Any, tmp_path: Path) -> None:
     """Without local steps, nothing is averaged and nothing is logged."""
     assert ranks(3, saved_at_the_boundary, str(tmp_path)) == [[]] * 3
 
 
-def by_itself(folder: str) -> Any:
+def train_until_sigterm(folder: str) -> Any:
     """Saved automatically; one rank gets SIGTERM within a round; then resumed."""
     more: dict[str, Any] = {"checkpoint": {"dir": folder, "every": 2, "resume": "auto"}}
     engine = make((1, 2, 1), {"type": "local_sgd", "every": 3}, ADAMW, **more)
@@ -220,8 +222,8 @@ def by_itself(folder: str) -> Any:
     return begun, engine.global_steps, 0, engine.gather()
 
 
-def test_saved_by_itself_and_told_to_end(ranks: Any, tmp_path: Path) -> None:
-    """All ranks learn of it at a synchronization or when a checkpoint is due. Then the run is resumed."""
-    assert {each[:3] for each in ranks(2, by_itself, str(tmp_path))} == {(0, 8, 143)}
-    again = ranks(2, by_itself, str(tmp_path))
+def test_sigterm_within_a_round_saves_and_the_run_resumes(ranks: Any, tmp_path: Path) -> None:
+    """All ranks learn of the signal at a synchronization, or when a checkpoint is due."""
+    assert {each[:3] for each in ranks(2, train_until_sigterm, str(tmp_path))} == {(0, 8, 143)}
+    again = ranks(2, train_until_sigterm, str(tmp_path))
     assert {each[:3] for each in again} == {(8, 9, 0)}

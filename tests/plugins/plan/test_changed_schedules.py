@@ -118,7 +118,7 @@ def costs_of(model: CostModel, layout: ParallelLayout) -> Costs:
     return found[busy.index(max(busy))]
 
 
-def test_hidden_collectives_shorten_a_step_and_do_not_hide_in_stage_3() -> None:
+def test_stp_hides_tensor_collectives_except_in_stage_3() -> None:
     model = CostModel(work(64, 4096))
     stp, plain = (layout_of({"schedule": name, "chunks": 2}, tensor=8) for name in ("stp", "zb-v"))
     hidden, shown = model.step(stp), model.step(plain)
@@ -146,7 +146,7 @@ def held(schedule: Schedule, rank: int, stage_bytes: list[float], inputs: float)
 
 
 @pytest.mark.parametrize("change", [each for each in CHANGED if "recompute_ops" in each])
-def test_memory_of_recomputation_is_that_of_a_replay(change: dict[str, Any]) -> None:
+def test_planned_memory_of_recomputation_equals_a_replay(change: dict[str, Any]) -> None:
     layout, model = layout_of(change), CostModel(work())
     made = model.option_step(layout).schedule()
     memory, plain = model.memory, replace(layout, recompute_ops=0.0)
@@ -166,7 +166,7 @@ def test_memory_of_recomputation_is_that_of_a_replay(change: dict[str, Any]) -> 
     assert max(each.activations for each in found) < 0.76 * max(each.activations for each in without)
 
 
-def test_slices_hold_the_papers_share_and_one_buffer_of_keys() -> None:
+def test_planned_slices_hold_the_activation_share_of_the_paper() -> None:
     """Seq1F1B: 1 + (p-1)/n sequences of activations in place of p; keys and values of those under way stay whole."""
     layout, model = layout_of({"slices": 8}, pipe=4, tensor=1), CostModel(work())
     whole = model.memory.ranks(replace(layout, slices=1), 12, 8192)[0].activations
@@ -202,7 +202,7 @@ REFUSED: list[tuple[dict[str, Any], Any]] = [
 
 
 @pytest.mark.parametrize(("change", "config"), REFUSED)
-def test_a_plan_refuses_what_a_run_refuses(change: dict[str, Any], config: Any, tmp_path: Path) -> None:
+def test_plans_and_runs_refuse_the_same_layouts(change: dict[str, Any], config: Any, tmp_path: Path) -> None:
     layout = layout_of(change)
     given = {name: [getattr(layout, name)] for name in ("pipe", "context", "tensor", "zero", "chunks", "schedule")}
     given |= {name: [value] for name, value in change.items()}
@@ -245,7 +245,7 @@ def brute_force(searcher: Searcher, top: int) -> tuple[list[Planned], int]:
     return found[:top], considered
 
 
-def agree(numbers: range, monkeypatch: pytest.MonkeyPatch) -> list[ParallelLayout]:
+def best_of_searches_equal_to_brute_force(numbers: range, monkeypatch: pytest.MonkeyPatch) -> list[ParallelLayout]:
     """Compare searches with brute force, and return the best layouts."""
     monkeypatch.setattr(search, "LEAST_SLICE", 256)
     best = []
@@ -266,12 +266,12 @@ def agree(numbers: range, monkeypatch: pytest.MonkeyPatch) -> list[ParallelLayou
 
 
 def test_the_search_of_options_agrees_with_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    agree(range(2), monkeypatch)
+    best_of_searches_equal_to_brute_force(range(2), monkeypatch)
 
 
 @pytest.mark.exhaustive
-def test_each_option_is_among_the_best_of_some_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    best = agree(range(60), monkeypatch)
+def test_each_schedule_option_is_best_in_some_search_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = best_of_searches_equal_to_brute_force(range(60), monkeypatch)
     for name, plain in CHANGES.items():
         assert name == "pairs" or any(getattr(layout, name) != plain for layout in best), name
     assert not any(layout.schedule == "stp" for layout in best)  # pairs are planned only if they are given
@@ -313,7 +313,7 @@ def counted(config: Any, layers: str = "none", **options: Any) -> tuple[float, f
     return engine.memory_report()["held"]["activations"], wanted.activations
 
 
-def test_memory_with_options_is_what_a_run_counts() -> None:
+def test_planned_memory_with_options_equals_that_of_a_run() -> None:
     config = LlamaConfig.preset("llama-tiny", num_hidden_layers=3, vocab_size=61)
     plain, again, sliced = (counted(config, **each) for each in ({}, {"recompute": 1.0}, {"slices": 4}))
     assert plain[0] == plain[1]

@@ -46,6 +46,6 @@ def test_a_message_goes_over_the_level_that_connects_its_ends() -> None:
     assert math.isclose(message(1e9, 512, A100), NETWORK.latency + 1e9 / NETWORK.speed)
 
 
-def test_a_group_of_one_sends_nothing() -> None:
+def test_collectives_of_one_rank_take_no_time() -> None:
     one = RankGroup(1, 8)
     assert reduce_scatter(1e9, one, A100) == all_reduce(1e9, one, A100) == all_to_all(1e9, one, A100) == 0

@@ -77,7 +77,7 @@ def test_closed_forms_of_split_backward_passes_hold_for_any_times(schedule: str,
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if RECIPES[name].trains])
-def test_the_facts_of_a_recipe_are_those_of_its_schedule(name: str) -> None:
+def test_each_recipe_describes_the_schedule_that_it_makes(name: str) -> None:
     """split, steady and in_flight, at every size that the schedule has; the formulas against the counted orders."""
     recipe = RECIPES[name]
     for pipe in (1, 2, 3, 4):
@@ -118,7 +118,7 @@ def test_a_long_schedule_is_extrapolated_to_its_simulated_makespan(schedule: str
     [(GPT, 0.998, 1.045), (LlamaConfig.preset("llama3-8b"), 0.95, 1.105)],
     ids=["gpt", "8b"],
 )
-def test_unequal_stages_are_close_to_the_simulator(
+def test_times_of_unequal_stages_are_close_to_the_simulator(
     schedule: str, chunks: int, pipe: int, config: Any, least: float, most: float
 ) -> None:
     """Stages of 1 to 9 blocks and the ends; the 8B model has a large head."""
@@ -134,7 +134,7 @@ def test_unequal_stages_are_close_to_the_simulator(
     assert least * simulated <= closed <= most * simulated
 
 
-def test_the_kinds_add_up_to_the_step() -> None:
+def test_kinds_of_time_add_up_to_the_step() -> None:
     layouts = [
         ParallelLayout(data=8, zero=3, recompute="full"),
         ParallelLayout(pipe=2, data=2, tensor=2, chunks=2, schedule="interleaved", zero=1, offload=True),
@@ -146,7 +146,7 @@ def test_the_kinds_add_up_to_the_step() -> None:
         assert math.isclose(step.seconds, sum(step.kinds.values())) and min(step.kinds.values()) >= 0
 
 
-def test_model_flops_are_narayanans_formula_without_recomputation() -> None:
+def test_model_flops_equal_narayanans_formula() -> None:
     b, s, h, layers, v = 64, 2048, 4096, 32, 51200
     paper = 72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
     assert math.isclose(work().model_flops, paper, rel_tol=1e-12)
@@ -154,7 +154,7 @@ def test_model_flops_are_narayanans_formula_without_recomputation() -> None:
     assert math.isclose(found["tflops_per_gpu"], paper / 16e12) and math.isclose(found["mfu"], paper / 16 / 989e12)
 
 
-def test_a_product_takes_longer_per_operation_the_smaller_it_is() -> None:
+def test_small_matrix_products_are_slower_per_operation() -> None:
     model = CostModel(work())
     speeds = [n**3 / model.device.product(n, n, n) for n in (256, 512, 1024, 4096, 16384)]
     assert speeds == sorted(speeds)
@@ -177,7 +177,7 @@ def test_recomputation_adds_forward_passes_to_the_cost() -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_tensor_parallel_collectives_of_a_block(sequence_parallel: bool) -> None:
+def test_a_block_costs_the_tensor_collectives_of_the_formula(sequence_parallel: bool) -> None:
     """Forward two pairs; backward half of them overlaps the weight gradients."""
     model = CostModel(work())
     layout = ParallelLayout(tensor=8, sequence_parallel=sequence_parallel)
@@ -274,7 +274,7 @@ def test_unequal_ranks_take_as_long_as_the_simulated_schedule() -> None:
     assert ones.step(layout).seconds == pytest.approx(equal.step(layout).seconds, rel=0.03)
 
 
-def test_switches_of_the_software_add_what_they_no_longer_hide() -> None:
+def test_disabling_an_overlap_adds_the_time_it_had_hidden() -> None:
     layout = ParallelLayout(pipe=2, data=2, tensor=2, zero=1)
 
     def kinds(**switches: Any) -> dict[str, float]:
@@ -287,7 +287,7 @@ def test_switches_of_the_software_add_what_they_no_longer_hide() -> None:
     assert kinds(overlap_messages=True)["pipe"] == 0.0 < plain["pipe"]
 
 
-def test_products_in_fp8_are_faster_but_for_their_casts() -> None:
+def test_fp8_products_are_faster_but_less_than_twice() -> None:
     wide, narrow = work(), replace(work(), products="fp8")
     layout = ParallelLayout(data=8, zero=1)
     a, b = CostModel(wide).step(layout).kinds, CostModel(narrow).step(layout).kinds

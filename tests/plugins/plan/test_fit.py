@@ -27,19 +27,19 @@ from support.published_runs import (
 
 
 @pytest.mark.parametrize("name", ["a100-80g", "h100-80g"])
-def test_the_machines_figures_are_those_of_the_fit(name: str) -> None:
+def test_figures_of_machines_equal_a_new_fit(name: str) -> None:
     assert fit(name) == machine(name)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-def test_errors_on_rows_that_were_not_fitted(table: PublishedTable) -> None:
+def test_predictions_of_rows_outside_the_fit_are_within_8_percent(table: PublishedTable) -> None:
     """Issue: mean at most 5 %, worst 10 %. Two figures are fitted, on at most two rows of each table."""
     rest = [abs(e) for i, e in enumerate(errors(table, machine(table.machine))) if i not in table.fitted]
     assert len(table.fitted) <= 2
     assert sum(rest) / len(rest) < 0.04 and max(rest) < 0.08
 
 
-def test_errors_on_runs_that_came_after_the_fit() -> None:
+def test_predictions_of_later_runs_are_within_8_percent() -> None:
     for table, most in ((LATER_H100, 0.03), (LATER_A100, 0.08)):
         assert max(map(abs, errors(table, machine(table.machine)))) < most
 

@@ -28,7 +28,7 @@ RUNS = read_runs(BENCHMARKS / "published" / "b200.csv")
 SHEET = B200.from_data_sheet()
 
 
-def test_the_b200_has_the_figures_and_errors_of_its_rows() -> None:
+def test_figures_of_the_b200_equal_a_fit_of_its_rows() -> None:
     found, errors = fitted(SHEET, RUNS, "b200.csv")
     assert figures(found) == pytest.approx(figures(B200), rel=1e-3)
     assert found.fitted_models == B200.fitted_models
@@ -39,7 +39,7 @@ def test_the_b200_has_the_figures_and_errors_of_its_rows() -> None:
     assert sum(memory) / len(memory) < 0.015 and max(memory) < 0.035
 
 
-def test_the_fit_finds_the_figures_that_made_the_times() -> None:
+def test_a_fit_recovers_the_figures_behind_simulated_times() -> None:
     """Times of the cost model itself, on a machine whose figures are off by more than their spreads."""
     hidden = dict(zip(SPREADS, (0.41, 0.66, 0.31, 0.27), strict=True))
     truth = with_figures(SHEET, hidden)
@@ -51,7 +51,7 @@ def test_the_fit_finds_the_figures_that_made_the_times() -> None:
     assert abs(math.log(figures(one)["links"] / figures(SHEET)["links"])) < 0.2
 
 
-def test_the_command_prints_errors_and_writes_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_fit_prints_errors_and_writes_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = (BENCHMARKS / "published" / "b200.csv").read_text().splitlines()
     Path("rows.csv").write_text("\n".join([*text[:2], *text[2:6]]) + "\n")
@@ -80,13 +80,13 @@ def test_the_command_prints_errors_and_writes_a_machine(tmp_path: Path, monkeypa
         ('model,layout,batch,step_s,fields\nllama3-8b,data=8,64,1,"hidden_size=x"\n', "hidden_size is 'x'"),
     ],
 )
-def test_a_wrong_row_is_refused_with_its_number(tmp_path: Path, content: str, message: str) -> None:
+def test_plan_fit_refuses_a_wrong_row_with_its_number(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "rows.csv").write_text(content)
     with pytest.raises(ValueError, match=message):
         read_runs(tmp_path / "rows.csv")
 
 
-def test_measured_machines_and_wrong_files_are_not_fitted(tmp_path: Path) -> None:
+def test_plan_fit_refuses_measured_machines_and_wrong_files(tmp_path: Path) -> None:
     from support.measured_machine import HERE
 
     with pytest.raises(ValueError, match="which a fit would not change"):
@@ -95,7 +95,7 @@ def test_measured_machines_and_wrong_files_are_not_fitted(tmp_path: Path) -> Non
     assert isinstance(done.exception, ConfigError) and "must end in .json" in str(done.exception)
 
 
-def test_the_intervals_are_those_of_their_classes() -> None:
+def test_prediction_intervals_follow_the_class_of_trust() -> None:
     assert (round(student(1), 2), round(student(2), 2), round(student(30), 2)) == (6.31, 2.92, 1.70)
     assert kept([0.01 * number for number in range(1, 20)]) == pytest.approx(0.18)  # 18 of 19, and one more outside
     config = LlamaConfig.preset("llama3-8b")

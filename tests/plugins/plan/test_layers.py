@@ -46,7 +46,7 @@ def grid_of(tensor: tuple[int, int], expert: tuple[int, int]) -> Any:
     ("case", "tensor"),
     [(case, t) for case in CASES for t in (1, 2, 3) if t < 3 or not case.startswith(NORM_OF_FOUR_HEADS)],
 )
-def test_weights_of_layers_have_the_modules_names_and_shapes(case: str, tensor: int) -> None:
+def test_layers_of_lists_names_and_shapes_of_module_weights(case: str, tensor: int) -> None:
     config: Any = config_from_hf(theirs(case))
     moe = isinstance(config, MixtralConfig | DeepseekConfig)
     splits = [(False, 1), (False, 2), *([(True, 2)] if tensor == 2 else [])] if moe else [(False, 1)]
@@ -95,6 +95,6 @@ def test_products_multiply_the_parameters_that_a_token_meets() -> None:
     assert [p.weight for p in experts] == ["mlp.routed.gate_up", "mlp.routed.down"]
 
 
-def test_a_configuration_of_another_class_is_refused() -> None:
+def test_layers_of_refuses_a_configuration_of_another_class() -> None:
     with pytest.raises(TypeError, match=r"the layers of a TransformerConfig are unknown. Give one of Decoder"):
         layers_of(TransformerConfig(*[4] * 5))

@@ -22,7 +22,7 @@ def test_each_figure_of_a_description_has_a_source(name: str) -> None:
 
 
 @pytest.mark.parametrize("ending", [".json", ".toml"])
-def test_a_file_changes_a_description_or_gives_all_of_it(tmp_path: Path, ending: str) -> None:
+def test_a_machine_file_changes_or_replaces_a_description(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"mine{ending}"
     text = {"base": "h100-80g", "memory": 60e9, "name": "mine"}
     path.write_text(json.dumps(text) if ending == ".json" else 'base = "h100-80g"\nmemory = 60e9\nname = "mine"\n')
@@ -52,7 +52,7 @@ def test_a_file_changes_a_description_or_gives_all_of_it(tmp_path: Path, ending:
         ("{", "not a description"),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_field(tmp_path: Path, content: str, message: str) -> None:
+def test_a_wrong_machine_file_is_refused_with_the_field(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "mine.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=message):

@@ -34,7 +34,7 @@ WORK = Work(
 )
 
 
-def test_between_two_sizes_the_logarithm_of_a_figure_is_interpolated() -> None:
+def test_measured_figures_are_interpolated_on_a_log_scale() -> None:
     table = ((10.0, 10.0, 1.0), (1000.0, 1000.0, 100.0))
     assert interpolated(table, (100.0, 100.0)) == pytest.approx((10.0,))
     assert interpolated(table, (10.0, 10.0)) == (1.0,)
@@ -50,7 +50,7 @@ def test_the_time_of_a_collective_is_linear_in_its_bytes() -> None:
     assert all_gather(2e6, RankGroup(2), HERE) == all_reduce(1e6, RankGroup(2), HERE) == pytest.approx(1e-3)
 
 
-def test_a_machine_file_keeps_what_was_measured(tmp_path: Path) -> None:
+def test_a_machine_file_keeps_the_measured_tables(tmp_path: Path) -> None:
     path = tmp_path / "here.json"
     path.write_text(json.dumps(HERE.to_dict()))
     assert machine(str(path)) == HERE
@@ -62,7 +62,7 @@ def test_a_machine_file_keeps_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1)])
-def test_with_a_core_for_each_rank_the_time_is_the_simulators(name: str, chunks: int) -> None:
+def test_time_with_a_core_for_each_rank_equals_the_simulator(name: str, chunks: int) -> None:
     schedule = named_schedule(name, 4, 8, chunks)
     stages = len(schedule.placement)
     work = [StageWork(1.0 + stage / 10, 1.5, 0.5) for stage in range(stages)]
@@ -71,7 +71,7 @@ def test_with_a_core_for_each_rank_the_time_is_the_simulators(name: str, chunks:
     assert alone == pytest.approx(simulate(schedule, costs).makespan, rel=1e-9)
 
 
-def test_ranks_on_shared_cores_take_the_work_over_the_cores() -> None:
+def test_time_on_shared_cores_is_the_work_over_the_cores() -> None:
     """With more ranks than cores at work, no core is idle, and it is never faster than with a core for each."""
     schedule = named_schedule("1f1b", 4, 16)
     work = [StageWork(1.0, 1.0, 1.0)] * 4
@@ -96,7 +96,7 @@ def test_ranks_on_shared_cores_take_the_work_over_the_cores() -> None:
         ParallelLayout(pipe=2, chunks=2, schedule="interleaved", data=4, zero=2),
     ],
 )
-def test_the_kinds_of_time_add_up_and_the_bound_is_below(layout: ParallelLayout) -> None:
+def test_measured_kinds_of_time_add_up_to_at_least_the_bound(layout: ParallelLayout) -> None:
     model = CostModel(WORK)
     step = model.step(layout)
     assert all(value >= 0 for value in step.kinds.values())
@@ -114,12 +114,12 @@ def test_pruned_search_on_shared_cores_agrees_with_brute_force() -> None:
     assert found.excluded[Searcher.SLOWER] > found.considered / 2  # by what the cores compute together
 
 
-def test_another_precision_than_the_measured_ones_is_refused() -> None:
+def test_a_precision_that_was_not_measured_is_refused() -> None:
     with pytest.raises(ValueError, match="measured in fp32, not in bf16"):
         CostModel(replace(WORK, precision="bf16"))
 
 
-def test_python_is_timed_in_models_that_take_no_other_time() -> None:
+def test_measuring_times_python_and_kernels_in_seconds() -> None:
     engine, batch = small_engine("GPTBlock", torch.device("cpu"), 2)
     forward, backward = op_seconds(engine, batch)
     assert 1e-5 < forward < 1 and 1e-5 < backward < 1

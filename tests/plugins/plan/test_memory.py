@@ -109,7 +109,7 @@ _THOROUGH = [
 
 
 @pytest.mark.parametrize("cases", [_QUICK, pytest.param(_THOROUGH, marks=pytest.mark.exhaustive)])
-def test_planned_states_are_the_bytes_that_ranks_hold(ranks: Any, cases: list[dict[str, Any]]) -> None:
+def test_planned_states_equal_the_bytes_that_ranks_hold(ranks: Any, cases: list[dict[str, Any]]) -> None:
     for size in {each["layout"].gpus for each in cases}:
         fitting = [each for each in cases if each["layout"].gpus == size]
         for results in ranks(size, held, fitting):
@@ -138,7 +138,7 @@ _KEPT_THOROUGH = [
 
 
 @pytest.mark.parametrize("cases", [_KEPT_QUICK, pytest.param(_KEPT_THOROUGH, marks=pytest.mark.exhaustive)])
-def test_planned_activations_are_the_bytes_that_ranks_hold(ranks: Any, cases: list[dict[str, Any]]) -> None:
+def test_planned_activations_equal_the_bytes_that_ranks_hold(ranks: Any, cases: list[dict[str, Any]]) -> None:
     for size in {each["layout"].gpus for each in cases}:
         fitting = [each for each in cases if each["layout"].gpus == size]
         for results in ranks(size, held, fitting, activations=True):
@@ -150,7 +150,7 @@ def test_planned_activations_are_the_bytes_that_ranks_hold(ranks: Any, cases: li
                     assert counted["activations"] == planned.activations, (each, pipe)
 
 
-def test_activations_are_those_of_korthikantis_tables() -> None:
+def test_planned_activations_equal_korthikantis_tables() -> None:
     """Korthikanti et al. 2022: table 2, the 22B to 1T models of table 3, and the first rank of section 4.2.3.
 
     Beside the paper's bytes, blocks keep the norms' means and deviations: 16 bytes a token.
@@ -224,7 +224,7 @@ def test_zero_divides_the_states_of_a_70b_model_as_published() -> None:
         assert found.states >= config.parameter_count * bytes_each
 
 
-def test_peak_is_the_memory_of_the_fullest_rank() -> None:
+def test_the_planned_peak_is_the_memory_of_the_fullest_rank() -> None:
     memory, layout = ModelMemory(LlamaConfig.preset("llama3-70b")), ParallelLayout(pipe=4, data=2, tensor=8, zero=1)
     ranks = memory.ranks(layout, batch=64, sequence=8192)
     assert memory.peak(layout, batch=64, sequence=8192) == max(ranks, key=lambda each: each.total)
@@ -240,8 +240,8 @@ _SCHEDULES = [
 
 @pytest.mark.parametrize(("schedule", "chunks"), _SCHEDULES)
 @pytest.mark.parametrize("pipe", [1, 2, 3, 4])
-def test_microbatches_in_flight_are_the_schedules(schedule: str, chunks: int, pipe: int) -> None:
-    """Also of steps of many microbatches, of which only the first are looked at."""
+def test_microbatches_in_flight_equal_the_peak_of_the_schedule(schedule: str, chunks: int, pipe: int) -> None:
+    """In steps of many microbatches too, of which the formula looks at the first ones only."""
     for microbatches in (1, 2, 3, 5, 8, 13, 16, 29, 40):
         if microbatches < RECIPES[schedule].least(pipe):
             continue
@@ -250,7 +250,7 @@ def test_microbatches_in_flight_are_the_schedules(schedule: str, chunks: int, pi
         assert [max(map(sum, counts)) / chunks for counts in found] == list(peak_activations(made)), microbatches
 
 
-def test_interleaved_microbatches_in_flight_are_the_schedules() -> None:
+def test_interleaved_microbatches_in_flight_equal_the_schedules_peak() -> None:
     """The largest sum over stages, each with bytes of its own, of the formula and of the schedule's passes."""
     draw = random.Random(0)
     for pipe, chunks, groups in product((1, 2, 3, 5), (2, 3, 5), (1, 2, 3, 6)):
@@ -261,7 +261,7 @@ def test_interleaved_microbatches_in_flight_are_the_schedules() -> None:
             assert most == pytest.approx(exact, rel=1e-12), (pipe, chunks, groups)
 
 
-def test_interleaved_stages_hold_what_the_paper_says() -> None:
+def test_interleaved_stages_hold_the_microbatches_of_the_paper() -> None:
     """Narayanan et al. 2021, and Korthikanti et al. 2022, section 4.2.3: 1 + (p - 1) / (p v) times those of 1F1B."""
     (first, *_) = in_flight("interleaved", 8, 3, 64)
     assert max(map(sum, first)) / 3 == 8 * (1 + 7 / (8 * 3))

@@ -32,7 +32,7 @@ def ask(*arguments: str) -> Any:
     return json.loads(run("memory", *arguments, "--json"))
 
 
-def test_the_bytes_of_all_ranks_are_those_of_the_model() -> None:
+def test_memory_of_all_ranks_adds_up_to_the_model() -> None:
     count = 8_030_261_248  # of Llama 3 8B
     found = ask("llama3-8b", "--layout", "pipe=4,tensor=2")
     sums = {kind: sum(rank[kind] for rank in found["ranks"]) * 2 for kind in STATES}
@@ -47,7 +47,7 @@ def test_the_bytes_of_all_ranks_are_those_of_the_model() -> None:
     assert rank["total"] == pytest.approx(sum(rank[kind] for kind in rank if kind not in ("pipe", "total")))
 
 
-def test_a_training_file_says_grid_and_batch() -> None:
+def test_triax_memory_reads_grid_and_batch_of_a_training_file() -> None:
     found = ask(str(RECIPE), "--machine", "h100-80g")
     explained = json.loads(run("train", str(RECIPE), "--explain", "--json"))["memory"]
     assert [round(rank["total"]) for rank in found["ranks"]] == [rank["total"] for rank in explained]
@@ -63,7 +63,7 @@ def test_replicas_of_a_training_file_follow_from_the_processes(tmp_path: Path) -
     assert "on 32 processes" in run("memory", str(file))
 
 
-def test_a_folder_and_a_file_of_fields(tmp_path: Path) -> None:
+def test_triax_memory_reads_a_folder_or_a_file_of_fields(tmp_path: Path) -> None:
     fields = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512, "rope_theta": 1e4}
     more = {"model_type": "llama", "intermediate_size": 128, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps(fields | more))
@@ -71,7 +71,7 @@ def test_a_folder_and_a_file_of_fields(tmp_path: Path) -> None:
     assert folder["ranks"] == file["ranks"] and folder["sequence"] == 64
 
 
-def test_deepspeeds_optimizers_are_known() -> None:
+def test_triax_memory_knows_deepspeeds_optimizer_names() -> None:
     for name, same in (("fusedadam", "adamw"), ("DeepSpeedCPUAdagrad", "adagrad"), ("FusedLamb", "lamb")):
         asked = [run("memory", "--parameters", "1e9", "--optimizer", each).splitlines()[1:] for each in (name, same)]
         assert asked[0] == asked[1]
@@ -84,7 +84,7 @@ def words_of(text: str) -> list[str]:
     return sorted(re.sub(r"[\u2500-\u257f]", " ", text).split())
 
 
-def test_the_docs_print_what_the_command_does() -> None:
+def test_the_zero_page_shows_what_triax_memory_prints() -> None:
     text = (DOCS / "zero.md").read_text()
     found = re.findall(r"^\$ (triax memory .*)\n((?:(?!\$ |```).*\n)*)", text, re.MULTILINE)
     assert len(found) == 4
@@ -113,7 +113,7 @@ def test_the_docs_print_what_the_command_does() -> None:
         (["llama3-8b", "--optimizer", "MuAdam"], "parameter groups of their own rates"),
     ],
 )
-def test_what_cannot_be_counted_is_refused(arguments: list[str], words: str) -> None:
+def test_triax_memory_refuses_wrong_arguments(arguments: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         run("memory", *arguments)
     assert words in str(error.value)

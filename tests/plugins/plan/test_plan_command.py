@@ -56,7 +56,7 @@ COMMANDS = [command for _, command in commands(TEXT)]
         for each in COMMANDS
     ],
 )
-def test_the_commands_of_the_docs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_the_plan_page_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)
     assert words[:2] == ["triax", "plan"]
@@ -69,14 +69,14 @@ def test_the_commands_of_the_docs(command: str, tmp_path: Path, monkeypatch: pyt
     assert machine("here.json").measured is not None
 
 
-def test_the_first_table_of_the_docs() -> None:
+def test_the_plan_page_shows_the_table_of_its_first_command() -> None:
     (shown,) = [block.text for block in blocks(TEXT) if block.text.startswith("90 % of published runs")]
     first, *table = shown.splitlines()
     printed = run(*shlex.split(COMMANDS[0])[2:])
     assert printed.startswith(first.removesuffix("...)")) and "\n".join(table) in printed
 
 
-def test_the_docs_machine_file_and_programs(tmp_path: Path) -> None:
+def test_the_machine_file_and_programs_of_the_plan_page_load(tmp_path: Path) -> None:
     (text,) = [block.text for block in blocks(TEXT) if block.language == "json"]
     (tmp_path / "mine.json").write_text(text)
     assert machine(str(tmp_path / "mine.json")).overlap_pipelined_gradients
@@ -98,7 +98,7 @@ def asked(source: str) -> EngineOptions:
     return space["options"]
 
 
-def test_the_issues_layout_from_a_file_of_fields(tmp_path: Path) -> None:
+def test_a_published_145b_layout_is_predicted_within_6_percent(tmp_path: Path) -> None:
     """Narayanan et al. 2021, table 1, 145B: 24.8 seconds."""
     (tmp_path / "model.json").write_text(json.dumps(GPT))
     layout = "pipe=8,data=24,tensor=8,microbatch=2,chunks=2,schedule=interleaved,recompute=full,zero=1"
@@ -130,7 +130,7 @@ LLAMA |= {"intermediate_size": 28672, "vocab_size": 128256}
         ({**LLAMA, "model_type": "llama"}, "LlamaConfig", 70.6),
     ],
 )
-def test_a_file_of_fields_is_a_gpt_or_a_llama(
+def test_a_file_of_fields_is_read_as_a_gpt_or_a_llama(
     tmp_path: Path, values: dict[str, Any], kind: str, billions: float
 ) -> None:
     path = tmp_path / "model.json"
@@ -174,7 +174,7 @@ def test_page_picture_and_training_file_have_the_same_numbers(tmp_path: Path) ->
     assert again["layouts"] == found["layouts"]
 
 
-def test_the_training_file_of_a_folder_trains_its_weights(tmp_path: Path) -> None:
+def test_a_planned_training_file_loads_the_weights_of_a_folder(tmp_path: Path) -> None:
     folder, written = tmp_path / "model", tmp_path / "run.yaml"
     folder.mkdir()
     fields: dict[str, object] = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "vocab_size": 256}
@@ -206,12 +206,12 @@ def test_the_training_file_of_a_folder_trains_its_weights(tmp_path: Path) -> Non
         (["--measure", "here.json"], r"--measure is a verb now: type triax plan measure FILE\.json"),
     ],
 )
-def test_a_wrong_argument_is_refused_with_what_to_type(arguments: list[str], message: str) -> None:
+def test_triax_plan_refuses_wrong_arguments_with_what_to_type(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run("--model", "llama3-8b", "--sequence", "2048", *arguments)
 
 
-def test_a_first_layout_with_little_free_memory_is_said() -> None:
+def test_triax_plan_warns_if_the_first_layout_has_little_free_memory() -> None:
     sizes = ("--model", "llama3-70b", "--gpus", "64", "--batch", "512")
     limit = ask(*sizes, "--top", "1")["layouts"][0]["memory_gib"]
     text = " ".join(run(*sizes, "--top", "1").split())
@@ -225,7 +225,7 @@ def test_a_first_layout_with_little_free_memory_is_said() -> None:
     assert f"memory of the first, GiB: {found[3]} of" in roomy
 
 
-def test_the_document_mask_of_a_training_file_is_counted(tmp_path: Path) -> None:
+def test_triax_plan_counts_the_document_mask_of_a_training_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     layout = ("--layout", "pipe=1,tensor=8,context=1,microbatch=1,zero=1,recompute=none")
     run("--model", "llama3-8b", "--gpus", "8", "--batch", "8", *layout, "--write", str(file))
@@ -294,7 +294,7 @@ def test_each_prediction_says_how_far_it_can_be_trusted(tmp_path: Path) -> None:
     assert own.line("here").startswith("90 % of triax's runs took 18 % less to 22 % more than predicted (measured")
 
 
-def test_the_bubble_is_printed_in_percent_too() -> None:
+def test_triax_plan_prints_the_bubble_in_percent() -> None:
     """An interleaved schedule waits for (p - 1) / (v m) of its passes: Narayanan et al. 2021."""
     sizes = ("--model", "llama2-7b", "--gpus", "64", "--batch", "512", "--sequence", "4096")
     layout = "pipe=4,tensor=2,zero=1,microbatch=1,data=8,chunks=2,schedule=interleaved"

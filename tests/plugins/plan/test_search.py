@@ -73,7 +73,7 @@ def test_the_search_agrees_with_brute_force() -> None:
     assert_search_is_brute_force(range(12))
 
 
-def test_unequal_ranks_keep_their_own_limits() -> None:
+def test_unequal_ranks_keep_their_own_memory_limits() -> None:
     """The second rank is half as fast and has a third of the memory: against all layouts, one by one."""
     work = Work(LlamaConfig.preset("llama3-8b"), H100, 16, 2048, speeds=(1.0, 0.5))
     given: dict[str, list[Any]] = {"pipe": [2], "context": [1], "offload": [False]}
@@ -104,7 +104,7 @@ def timed(found: Search) -> int:
     return len(found.layouts) + found.excluded["slower than the layouts kept"]
 
 
-def test_405b_on_16384_gpus() -> None:
+def test_searching_405b_on_16384_gpus_times_few_layouts() -> None:
     config = LlamaConfig.preset("llama3.1-405b")
     found = Searcher(Work(config, H100, 2048, 8192), Space(16384)).run()
     assert found.considered > 400_000 and timed(found) < 0.01 * found.considered  # seconds, not minutes
@@ -118,12 +118,12 @@ def test_405b_on_16384_gpus() -> None:
 
 
 @pytest.mark.parametrize(("model", "gpus", "batch"), [("llama3-8b", 8, 64), ("llama3-70b", 64, 512)])
-def test_few_layouts_are_timed_where_few_fit(model: str, gpus: int, batch: int) -> None:
+def test_a_search_times_few_layouts_if_few_fit(model: str, gpus: int, batch: int) -> None:
     found = Searcher(Work(LlamaConfig.preset(model), H100, batch, 4096), Space(gpus)).run()
     assert found.considered > 10_000 and timed(found) < 0.03 * found.considered
 
 
-def test_given_keys_are_kept_and_the_others_searched() -> None:
+def test_a_search_keeps_the_given_keys_and_varies_the_rest() -> None:
     work = Work(LlamaConfig.preset("llama3-8b"), H100, 64, 4096)
     given: dict[str, list[Any]] = {"pipe": [2], "tensor": [2], "recompute": ["full"], "zero": [1]}
     found = Searcher(work, Space(16, given)).run(5)
@@ -134,7 +134,7 @@ def test_given_keys_are_kept_and_the_others_searched() -> None:
     assert len({each.layout for each in found.layouts}) == 5
 
 
-def test_without_a_layout_that_fits_the_smallest_is_returned() -> None:
+def test_a_search_without_a_fitting_layout_returns_the_smallest() -> None:
     work = Work(LlamaConfig.preset("llama3-70b"), H100, 64, 8192)
     space = Space(8, {"offload": [False], "context": [1]})
     found = Searcher(work, space).run()
@@ -145,7 +145,7 @@ def test_without_a_layout_that_fits_the_smallest_is_returned() -> None:
     assert Searcher(replace(work, machine=larger), space).run(1).layouts
 
 
-def test_an_empty_space_says_why() -> None:
+def test_an_empty_search_space_says_why() -> None:
     work = Work(LlamaConfig.preset("llama3-8b"), H100, 30, 4096)
     searcher = Searcher(work, Space(8, {"data": [8], "microbatch": [4]}))
     assert not searcher.run().layouts and "data x microbatch = 32" in searcher.impossible()

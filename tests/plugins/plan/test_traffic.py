@@ -82,7 +82,7 @@ _THOROUGH: list[Case] = [
 
 
 @pytest.mark.parametrize("cases", [_QUICK, pytest.param(_THOROUGH, marks=pytest.mark.exhaustive)])
-def test_bytes_sent_are_the_counted_ones(ranks: Any, cases: list[Case]) -> None:
+def test_planned_bytes_sent_equal_the_counted_ones(ranks: Any, cases: list[Case]) -> None:
     for found in ranks(4, sent, cases):
         for (config, fields), (pipe, tensor, counted) in zip(cases, found, strict=True):
             layout, labels = layout_of(fields)

@@ -49,7 +49,7 @@ def test_search_finds_the_largest_sizes_that_fit(wanted: int) -> None:
                 assert len(tried) == 1
 
 
-def test_a_size_that_does_not_fit_is_never_chosen() -> None:
+def test_a_microbatch_size_that_does_not_fit_is_never_chosen() -> None:
     draw = random.Random(1)
     for _ in range(300):
         order, limit = sizes(1024), draw.uniform(1, 2000)
@@ -68,7 +68,7 @@ def test_a_search_out_of_memory_takes_the_next_smaller_size() -> None:
     assert run(sizes(64), 1000, lambda size: None)[0].fitting == []
 
 
-def test_sizes_fill_a_pipeline_and_keep_the_limits() -> None:
+def test_microbatch_sizes_fill_a_pipeline_and_keep_the_limits() -> None:
     assert sizes(64, pipe=4) == [4, 2, 1]
     assert sizes(8, pipe=4) == [1]  # no size leaves four microbatches a rank
     assert sizes(36, least=2, most=9) == [9, 6, 4, 3, 2]
