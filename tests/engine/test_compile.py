@@ -133,7 +133,7 @@ def compared(case: Case) -> tuple[Any, ...]:
     return losses, gradients, weights, evaluated, (len(counts.layers), counts.graphs, counts.runs)
 
 
-def check(ranks: Any, case: Case, logged: Any = None) -> list[tuple[int, int, int]]:
+def require_equal_to_uncompiled(ranks: Any, case: Case, logged: Any = None) -> list[tuple[int, int, int]]:
     size = 1
     for axis in AXES[:-1]:
         size *= case.get(axis, 1)
@@ -149,7 +149,7 @@ def check(ranks: Any, case: Case, logged: Any = None) -> list[tuple[int, int, in
 
 @pytest.mark.exhaustive
 def test_compiled_layers_have_the_gradients_of_uncompiled_ones(ranks: Any) -> None:
-    for layers, graphs, runs in check(ranks, CASES[DEFAULT]):
+    for layers, graphs, runs in require_equal_to_uncompiled(ranks, CASES[DEFAULT]):
         assert layers == 5  # embedding, positions, 2 blocks, norm; the head is the embedding
         assert layers <= graphs + 1 <= 3 * layers  # the two blocks share their graphs
         assert runs > layers * STEPS * 2  # the forward pass and the recomputation
@@ -157,8 +157,8 @@ def test_compiled_layers_have_the_gradients_of_uncompiled_ones(ranks: Any) -> No
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
-def test_compiled_layers_on_every_grid(ranks: Any, name: str) -> None:
-    for layers, graphs, runs in check(ranks, CASES[name]):
+def test_compiled_layers_train_as_uncompiled_on_every_grid(ranks: Any, name: str) -> None:
+    for layers, graphs, runs in require_equal_to_uncompiled(ranks, CASES[name]):
         assert graphs >= layers - 1 and runs >= layers * STEPS
 
 
@@ -235,7 +235,7 @@ def test_the_blocks_of_a_plain_module_are_compiled(ranks: Any, config: dict[str,
 # ------------------------------------------------------------------------------------------------ the key, and calls
 
 
-def test_the_key_is_on_and_off() -> None:
+def test_the_compile_key_turns_compilation_on_and_off() -> None:
     assert parse_config({"compile": True}).compile.enabled
     assert not parse_config({"compile": False}).compile.enabled
     assert not parse_config({"compile": {"deepcompile": False}}).compile.enabled
@@ -243,7 +243,7 @@ def test_the_key_is_on_and_off() -> None:
 
 
 @pytest.mark.parametrize("granularity", ["selective", "matmul"])
-def test_parts_of_layers_are_not_recomputed(granularity: str) -> None:
+def test_compiled_layers_refuse_recomputing_parts_of_a_layer(granularity: str) -> None:
     with pytest.raises(ConfigError, match=f"granularity is {granularity}, which recomputes parts"):
         made({"activation_checkpointing": {"granularity": granularity}}, True)
 

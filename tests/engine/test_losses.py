@@ -100,7 +100,7 @@ def unlike_replicas() -> str:
     return str(error.value)
 
 
-def test_two_losses_are_not_a_sum_and_its_weight(ranks: Any) -> None:
+def test_loss_functions_that_return_two_losses_are_refused(ranks: Any) -> None:
     """Their quotient was trained, without a word."""
     for loss, words in BAD_PAIRS:
         with pytest.raises(RuntimeError, match=words):

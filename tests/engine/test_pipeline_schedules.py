@@ -39,7 +39,7 @@ def all_or_some(given: str) -> dict[str, Tensor]:
     return dict(made.gather())
 
 
-def test_all_parameters_are_all_after_stages_have_moved(ranks: Any) -> None:
+def test_giving_all_parameters_works_when_the_schedule_moves_stages(ranks: Any) -> None:
     """DeepSpeed's scripts pass ``model_parameters=model.parameters()``; zb-v moves stages afterwards."""
     for one, other in zip(ranks(2, all_or_some, "none"), ranks(2, all_or_some, "all"), strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
@@ -63,7 +63,7 @@ def moved(change: bool) -> Any:
     return made.gather(), made.train_batch(microbatches(grid, batch=8)).item()
 
 
-def test_stages_move_to_where_the_schedule_wants_them(ranks: Any) -> None:
+def test_unchanged_stages_move_to_the_ranks_of_the_schedule(ranks: Any) -> None:
     wanted = ranks(1, straight)[0]
     for weights, loss in ranks(2, moved, False):
         assert all(torch.equal(weights[name], tensor) for name, tensor in wanted[0].items())
@@ -93,7 +93,7 @@ def scheduled(name: str, chunks: int, folder: Path) -> float:
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("file", 1), ("auto", 2)])
-def test_schedules_of_your_own_and_searched_for(ranks: Any, tmp_path: Path, name: str, chunks: int) -> None:
+def test_csv_and_searched_schedules_have_one_processs_loss(ranks: Any, tmp_path: Path, name: str, chunks: int) -> None:
     wanted = engine(Grid()).train_batch(microbatches(Grid(), batch=8)).item()
     assert ranks(2, scheduled, name, chunks, tmp_path) == pytest.approx([wanted] * 2, rel=1e-12)
 
@@ -110,7 +110,7 @@ def test_schedules_that_do_not_fit_the_engine_are_refused(pipeline: Any, words: 
     assert words in error_text(lambda: engine(Grid(), pipeline=pipeline), ConfigError)
 
 
-def test_chunks_follow_from_the_schedule_with_a_message(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_schedule_sets_the_number_of_chunks_with_a_message(caplog: pytest.LogCaptureFixture) -> None:
     made = given("zb-v")
     assert made.module.chunks == 2 and made.config.pipeline.schedule == "zb-v"
     wanted = "the schedule zb-v has 2 stages on each rank, so the model is cut into 2 stages"
@@ -148,7 +148,7 @@ def test_schedules_given_to_initialize_are_checked() -> None:
             call()
 
 
-def test_the_loop_of_a_plain_module_is_refused() -> None:
+def test_a_pipeline_engine_refuses_forward_backward_and_step() -> None:
     made = engine(Grid())
     for call, name in ((made, "engine(...)"), (made.backward, "engine.backward(...)"), (made.step, "engine.step()")):
         with pytest.raises(RuntimeError, match=r"^Only train_batch\(\) is accessible in pipeline mode\.") as error:
@@ -163,7 +163,7 @@ def by_value(name: str) -> Any:
     return made.gather(), made.train_batch(microbatches(grid, batch=8)).item()
 
 
-def test_a_schedule_is_trained_with_as_a_value(ranks: Any) -> None:
+def test_a_schedule_object_trains_as_one_process(ranks: Any) -> None:
     weights, loss = straight()
     for found, trained in ranks(2, by_value, "zb-v"):
         assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
@@ -197,7 +197,7 @@ def behind_a_detach(pipe: int, schedule: str, chunks: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("pipe", "schedule", "chunks"), [(1, "wave", 4), (2, "1f1b", 1), (2, "zb-v", 2)])
-def test_what_no_gradient_reaches_stands_still(ranks: Any, pipe: int, schedule: str, chunks: int) -> None:
+def test_weights_before_a_detach_end_as_on_one_process(ranks: Any, pipe: int, schedule: str, chunks: int) -> None:
     """Stages before a ``detach`` got gradients of zero, and AdamW decayed their weights. On one process it does not."""
     alone = behind_a_detach(1, "1f1b", 1)
     found = ranks(pipe, behind_a_detach, pipe, schedule, chunks)[0]

@@ -153,7 +153,7 @@ def later_groups() -> tuple[bool, int]:
     return call.axis == "pipexdata" and seconds[1] >= 0.02, len(seconds)
 
 
-def test_groups_made_later_and_what_is_under_way(ranks: Any) -> None:
+def test_comms_log_sees_later_groups_and_times_async_calls(ranks: Any) -> None:
     assert ranks(2, later_groups) == [(True, 2)] * 2
 
 
@@ -169,7 +169,7 @@ def recorded_too() -> tuple[int, int, bool]:
     return len(timer.timed), sum(len(each) for each in log.seconds.values()), len(grid.spans.readers) == 1
 
 
-def test_a_recorded_axis_is_logged_all_the_same(ranks: Any) -> None:
+def test_comms_log_and_step_timer_record_side_by_side(ranks: Any) -> None:
     """A breakdown of the wall clock beside the communication log: each sees every call, and goes alone."""
     assert ranks(2, recorded_too) == [(1, 2, True)] * 2
 
@@ -183,7 +183,7 @@ def chosen(section: Any) -> Any:
     return {call.op for call in log.seconds}, {c.caller for c in log.seconds}, printed.getvalue()
 
 
-def test_some_ops_verbosely_and_their_callers(ranks: Any) -> None:
+def test_comms_logger_prints_chosen_ops_and_their_callers(ranks: Any) -> None:
     section = {
         "enabled": True,
         "prof_all": False,
@@ -206,7 +206,7 @@ def off() -> bool:
     return not grid.spans.readers
 
 
-def test_off_nothing_is_there(ranks: Any) -> None:
+def test_a_disabled_comms_logger_adds_no_readers(ranks: Any) -> None:
     assert all(ranks(2, off))
 
 
@@ -226,7 +226,7 @@ def module_logged() -> str:
     return text
 
 
-def test_sections_that_ask_for_nothing() -> None:
+def test_empty_sections_stay_disabled() -> None:
     for key in ("comms_logger", "flops_profiler", "torch_autocast", "amp"):
         for nothing in (None, False, {}, {"enabled": False}):
             assert not getattr(read_config({"train_batch_size": 1, key: nothing}), key).enabled

@@ -116,7 +116,7 @@ def test_a_full_disk_is_warned_of_once_for_each_file(run: FullDisk) -> None:
         assert line.startswith("the numbers of a step cannot be written") == (words in numbers)
 
 
-def test_files_go_on_when_the_disk_has_room_again(run: FullDisk) -> None:
+def test_files_are_written_again_once_the_disk_has_room(run: FullDisk) -> None:
     """With steps 1, 4 and 5, which end at samples 4, 16 and 20."""
     for file in ("metrics.jsonl", "histograms.jsonl"):
         rows = (run.folder / "json_monitor" / file).read_text().splitlines()

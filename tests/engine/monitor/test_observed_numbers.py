@@ -26,7 +26,7 @@ from triax.engine.monitor.writers import json_writer
 from triax.train.learning_rate import LearningRate
 
 
-def test_self_times_of_random_nests() -> None:
+def test_self_times_of_nested_slices_follow_the_definition() -> None:
     """Against the definition: what lies in a slice and in none that begins later within it."""
     draw = random.Random(0)
 
@@ -143,7 +143,7 @@ def test_a_clock_that_is_set_back_takes_no_time_from_a_run(tmp_path: Path, monke
     assert all(0 <= begin <= end for spans in found.spans.values() for begin, end in spans)
 
 
-def test_json_lines_begin_anew_with_step_1_and_go_on_with_any_other(tmp_path: Path) -> None:
+def test_json_writer_starts_a_new_file_only_at_step_1(tmp_path: Path) -> None:
     def rows() -> list[Any]:
         return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
 
@@ -157,7 +157,7 @@ def test_json_lines_begin_anew_with_step_1_and_go_on_with_any_other(tmp_path: Pa
     assert [r["a"] for r in rows()] == [4.0]
 
 
-def test_the_printed_speed_follows_the_batch_and_no_rewind(
+def test_the_printed_speed_follows_the_batch_and_ignores_rewinds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]

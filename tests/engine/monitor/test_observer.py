@@ -133,7 +133,7 @@ def test_the_parts_of_a_rank_add_up_to_its_step(run: tuple[list[dict[str, Any]],
             assert ("tensor" in parts) == (len(run[0]) == 8) and parts["data"]["gather"] > 0
 
 
-def test_the_bubble_is_the_timelines(run: tuple[list[dict[str, Any]], Path]) -> None:
+def test_the_bubble_equals_that_of_all_timelines(run: tuple[list[dict[str, Any]], Path]) -> None:
     """Found by one small message of each rank, it equals what all the timelines say."""
     replicas = {(rank["bubble"], rank["reports"][TRACED - 1]["bubble"]) for rank in run[0]}
     assert all(mine == pytest.approx(whole, abs=1e-9) and 0 < whole < 1 for whole, mine in replicas)
@@ -234,7 +234,7 @@ def test_a_rank_that_fails_while_it_is_recorded_stops_the_others(ranks: Any) -> 
     assert messages[3] == words and all(words in message for message in messages)
 
 
-def test_monitors_are_told_the_same_names(run: tuple[list[dict[str, Any]], Path]) -> None:
+def test_monitors_write_every_number_of_each_step(run: tuple[list[dict[str, Any]], Path]) -> None:
     rows = [json.loads(line) for line in (run[1] / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [*range(1, STEPS + 1), STEPS]
     batch = 2 * MICRO * 2  # samples: 2 in each of 4 microbatches of 2 replicas
@@ -277,7 +277,7 @@ def printed() -> str:
     return said.getvalue()
 
 
-def test_the_table_is_printed(ranks: Any) -> None:
+def test_wall_clock_breakdown_prints_a_table_then_lines(ranks: Any) -> None:
     """Once in 10 steps, as DeepSpeed does, where steps_per_print is not given; a table, then lines."""
     (said,) = ranks(1, printed)
     lines = re.findall(r"^step (20|30): ([\d.]+) ms a step, bubble [\d.]+%: (.*)$", said, re.MULTILINE)
@@ -322,7 +322,7 @@ def plain(folder: str, zero: int) -> dict[str, Any]:
     return loop(triax.Grid(), folder, zero)
 
 
-def test_a_plain_module_is_seen_too(ranks: Any, tmp_path: Path) -> None:
+def test_a_plain_module_has_time_reports_and_traces(ranks: Any, tmp_path: Path) -> None:
     for number, told in enumerate(ranks(2, plain, str(tmp_path), 3)):
         losses, report, _, enabled = told["seen"]
         assert losses == told["unseen"][0] and enabled == (number == 0)
@@ -356,7 +356,7 @@ def traced_by_hand(folder: str) -> list[Any]:
     return [before, made.observer._active, after, made.time_report()["step"]]
 
 
-def test_a_trace_by_hand(ranks: Any, tmp_path: Path) -> None:
+def test_record_trace_traces_the_next_step(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, traced_by_hand, str(tmp_path)) == [[False, True, 0, 2]] * 2
     trace = json.loads((tmp_path / "hand.json").read_text())
     assert trace["otherData"]["step"] == 2 and len(trace["otherData"]["program"]) == 2
@@ -394,7 +394,7 @@ def counted(folder: str, interval: int) -> float:
     return made.observer.mfu.flops
 
 
-def test_what_is_recomputed_does_not_count(ranks: Any, tmp_path: Path) -> None:
+def test_recomputation_is_not_counted_in_mfu_flops(ranks: Any, tmp_path: Path) -> None:
     (plain,), (again,) = (ranks(1, counted, str(tmp_path), interval) for interval in (0, 1))
     assert plain == again > 0
 

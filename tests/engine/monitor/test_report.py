@@ -127,7 +127,7 @@ def write(folder: Path, steps: int = 30) -> Path:
     return folder
 
 
-def test_a_run_has_a_page_with_everything(tmp_path: Path) -> None:
+def test_the_page_of_a_whole_run_has_all_sections(tmp_path: Path) -> None:
     text = write_report(write(tmp_path / "a & b")).read_text()
     page = Page(text)
     for words in (
@@ -145,7 +145,7 @@ def test_a_run_has_a_page_with_everything(tmp_path: Path) -> None:
         assert all(line["points"] for line in lines)
 
 
-def test_both_widths_are_drawn_and_the_style_shows_one(tmp_path: Path) -> None:
+def test_report_draws_each_curve_for_two_screen_widths(tmp_path: Path) -> None:
     text = write_report(write(tmp_path / "run")).read_text()
     wide, narrow = text.count('<svg class="w"'), text.count('<svg class="n"')
     assert wide == narrow == 4  # loss, learning rate, norm, speed
@@ -171,7 +171,7 @@ def test_a_run_that_died_half_way_has_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("only", ["metrics.jsonl", "run.json", "timeline.json"])
-def test_any_one_file_is_enough(tmp_path: Path, only: str) -> None:
+def test_report_works_with_any_one_of_its_files(tmp_path: Path, only: str) -> None:
     folder = write(tmp_path / "run")
     for file in ("metrics.jsonl", "run.json", "timeline.json"):
         if file != only:
@@ -277,7 +277,7 @@ def test_a_trace_is_read_back_as_it_was() -> None:
         assert parts["compute", "backward"] == pytest.approx(4 * 3e-3)
 
 
-def test_a_clock_that_is_ahead_is_set_back() -> None:
+def test_traces_correct_the_clock_of_a_rank_that_is_ahead() -> None:
     """Two ranks, the second one's clock 5 s ahead: the trace has them at the same time."""
     whole = [StepRecord(1, (Slice("step 1", "step", at, at + 1.0, {}),), ()) for at in (10.0, 15.25)]
     places = [{"pipe": r, "data": 0, "tensor": 0} for r in range(2)]
@@ -475,7 +475,7 @@ def test_the_page_and_the_picture_show_one_step_and_one_simulation(tmp_path: Pat
     assert ("longer than the measured one" in text) == (slow > 0)
 
 
-def test_a_slower_simulation_says_why(tmp_path: Path) -> None:
+def test_report_says_when_the_simulation_is_slower(tmp_path: Path) -> None:
     """One op on the critical path is shorter than the median of its stage."""
     folder, made = write(tmp_path / "run"), trace()
     for event in made["traceEvents"]:

@@ -90,7 +90,7 @@ def wandb_rows(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return run, [each["history"]["item"] for each in records if each["type"] == "history"]
 
 
-def test_both_trackers_hold_a_run(ranks: Any, tmp_path: Path) -> None:
+def test_both_trackers_record_every_number_of_a_run(ranks: Any, tmp_path: Path) -> None:
     steps, _ = ranks(2, tracked, str(tmp_path))
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
