@@ -162,6 +162,6 @@ def abandoned(stage: int) -> int:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_engine_that_nobody_needs_goes_with_its_grid(ranks: Any, stage: int) -> None:
+def test_unreferenced_engines_free_their_grids(ranks: Any, stage: int) -> None:
     """Hooks of parameters kept the engine alive, unseen by the garbage collector: sockets and threads added up."""
     assert ranks(4, abandoned, stage) == [0] * 4

@@ -198,7 +198,7 @@ def test_a_hook_within_a_backward_pass_is_refused() -> None:
         engine.backward(engine(batch(0, 1, 0)).square().mean())
 
 
-def test_what_is_refused_and_other_dtypes_and_grids(ranks: Any) -> None:
+def test_gradient_changes_act_or_are_refused_on_two_ranks(ranks: Any) -> None:
     ranks(2, other_cases)
 
 

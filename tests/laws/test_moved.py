@@ -31,7 +31,7 @@ MOVED_MODULES = {
 }
 
 
-def test_the_tables_of_moved_places_are_those_written_here() -> None:
+def test_moved_names_and_modules_are_the_expected_ones() -> None:
     assert {older: f"{home}.{older.rpartition('.')[2]}" for older, home in NAMES.items()} == MOVED_NAMES
     assert MODULES == MOVED_MODULES
 

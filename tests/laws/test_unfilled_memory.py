@@ -56,7 +56,7 @@ def trained(folder: str) -> tuple[list[Found], list[Any]]:
     return found, digests
 
 
-def test_filled_memory_changes_no_number(ranks: Any, tmp_path: Path) -> None:
+def test_nan_in_unwritten_memory_changes_no_number(ranks: Any, tmp_path: Path) -> None:
     everyone = ranks(4, trained, str(tmp_path / "saved"), timeout=200)
     for number, cell in enumerate([*CELLS, OFFLOADED]):
         lines = differences([found[number] for found, _ in everyone], cell)

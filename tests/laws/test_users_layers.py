@@ -658,14 +658,14 @@ def judge(ranks: Any, program: Program) -> list[str]:
     return differences(program, found)
 
 
-def all_of(ranks: Any, seeds: range) -> None:
+def require_equal_to_plain(ranks: Any, seeds: range) -> None:
     failed = {program: told for seed in seeds if (told := judge(ranks, program := drawn(seed)))}
     assert not failed
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_some_layers_of_users(ranks: Any) -> None:
-    all_of(ranks, range(len(LAYERS)))
+def test_layers_of_users_train_as_plain_pytorch(ranks: Any) -> None:
+    require_equal_to_plain(ranks, range(len(LAYERS)))
 
 
 @pytest.mark.parametrize("layer", ["ComplexProduct", "Spectrum"])
@@ -677,8 +677,8 @@ def test_complex_numbers_are_conjugated_once(ranks: Any, layer: str, schedule: s
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_three_hundred_programs_of_users_layers(ranks: Any) -> None:
-    all_of(ranks, range(len(LAYERS), 300))
+def test_random_programs_of_layers_train_as_plain_pytorch(ranks: Any) -> None:
+    require_equal_to_plain(ranks, range(len(LAYERS), 300))
 
 
 def refused(kind: str) -> str:
@@ -742,7 +742,7 @@ def fail_to_evaluate(model: PipelineModule, engine: Any) -> None:
 
 
 @pytest.mark.parametrize("use", [generate, stop_a_stream, fail_to_evaluate])
-def test_each_module_gets_its_own_mode_back(use: Callable[[PipelineModule, Any], None]) -> None:
+def test_evaluation_restores_the_mode_of_each_module(use: Callable[[PipelineModule, Any], None]) -> None:
     """What the user had put in evaluation mode was in training mode after an evaluation."""
     grid = Grid()
     model = PipelineModule(gpt_layers(GPTConfig(11, 8, 8, 2, 2)), grid=grid, loss_fn=GPTLoss(grid, vocab_size=11))
