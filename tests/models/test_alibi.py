@@ -96,7 +96,7 @@ CONFIGS = {
     ],
     ids=str,
 )
-def test_every_axis_has_the_numbers_of_one_process(ranks: Any, place: Place, packed: bool) -> None:
+def test_alibi_on_every_axis_equals_one_process(ranks: Any, place: Place, packed: bool) -> None:
     assert_equal_to_one_process(ranks, [(Job(config, packed=packed, scale=4.0), place) for config in CONFIGS.values()])
 
 

@@ -212,7 +212,7 @@ LLAMA3 |= {"low_freq_factor": 1.5, "high_freq_factor": 3.0}
 
 
 @pytest.mark.parametrize("rope", [YARN, LLAMA3, {"rope_type": "linear", "rope_theta": 7e3, "factor": 2.0}], ids=str)
-def test_a_missing_key_of_scaled_positions(rope: dict[str, Any]) -> None:
+def test_a_missing_rope_key_has_transformers_value_or_an_error(rope: dict[str, Any]) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     from triax.models.rope import Rope
@@ -278,7 +278,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 @pytest.mark.parametrize(
     "family", [name for name in KNOWN if "linear" in FAMILIES[name].scalings and FAMILIES[name].rope]
 )
-def test_old_and_new_keys_of_rotary_positions_together(family: str) -> None:
+def test_rope_scaling_wins_over_rope_parameters_as_in_transformers(family: str) -> None:
     """transformers takes rope_scaling where both are there; triax took rope_parameters."""
     plain = {"rope_type": "default", "rope_theta": 5e3}
     nested = "rope_local_base_freq" in FAMILIES[family].rope
@@ -303,7 +303,7 @@ def test_rotary_options_that_transformers_ignores_are_refused() -> None:
 
 
 @pytest.mark.parametrize("family", [name for name in KNOWN if FAMILIES[name].aliases])
-def test_other_names_of_keys(family: str) -> None:
+def test_aliases_of_config_keys_are_read_as_in_transformers(family: str) -> None:
     """transformers' ``attribute_map``: a key has two names, of which published files have either."""
     full = whole(family)
     for name, key in FAMILIES[family].aliases.items():

@@ -261,14 +261,14 @@ def test_every_family_runs_with_sequence_parallelism(ranks: Any, tmp_path: Path)
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("pipe", "tensor"), [(2, 1), (1, 2), (2, 2)])
-def test_their_blocks_on_stages_and_tensor_ranks(ranks: Any, tmp_path: Path, pipe: int, tensor: int) -> None:
+def test_hf_layers_of_every_family_train_as_transformers(ranks: Any, tmp_path: Path, pipe: int, tensor: int) -> None:
     unlisted = {*NOT_LISTED, *(NOT_SHARDED if tensor > 1 else ())}
     check_piped(ranks, tmp_path, [case for case in DENSE if case not in unlisted], pipe, tensor)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_their_model_on_two_tensor_ranks(ranks: Any) -> None:
+def test_parallelized_families_train_as_transformers(ranks: Any) -> None:
     planned = [case for case, (family, _) in DENSE.items() if FAMILIES[family].plan is not None]
     check_parallelized(ranks, [case for case in planned if case not in NOT_SHARDED])
 
@@ -280,7 +280,7 @@ def test_settings_that_a_plan_does_not_shard_are_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", NOT_LISTED)
-def test_settings_that_their_blocks_alone_do_not_run_are_refused(case: str) -> None:
+def test_settings_that_hf_layers_does_not_run_are_refused(case: str) -> None:
     with pytest.raises(ValueError, match=f"hf_layers does not implement {NOT_LISTED[case]}"):
         hf_layers(make(case))
 
@@ -331,7 +331,7 @@ FIRST = {family: case for case, (family, _) in reversed(CASES.items())}  # one c
 @pytest.mark.parametrize(
     "cases", [["gpt2", "gemma", "nemotron_h"], pytest.param([*FIRST.values()], marks=pytest.mark.exhaustive)], ids=len
 )
-def test_an_output_layer_of_its_own_is_loaded(tmp_path: Path, cases: list[str]) -> None:
+def test_an_untied_output_layer_is_loaded_from_a_tied_config(tmp_path: Path, cases: list[str]) -> None:
     """As in transformers 5, which ties only what is one tensor, or equal; from the folder and from the live model."""
     import transformers
 
@@ -369,7 +369,7 @@ def test_a_hybrid_without_attention_layers_is_loaded() -> None:
     torch.testing.assert_close(mine(ids), wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_the_language_model_of_a_multimodal_model(tmp_path: Path) -> None:
+def test_the_text_part_of_a_multimodal_model_is_loaded(tmp_path: Path) -> None:
     """From the folder, in the names that are published, and from the live model; it is saved as a model of text."""
     import transformers
 
@@ -451,7 +451,7 @@ def encoders_on(cases: list[str]) -> list[dict[str, Any]]:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
-def test_encoders_on_two_tensor_ranks(ranks: Any) -> None:
+def test_encoders_on_two_tensor_ranks_equal_the_whole_model(ranks: Any) -> None:
     for rank in ranks(2, encoders_on, list(ENCODERS), timeout=200):
         for case, found in zip(ENCODERS, rank, strict=True):
             compare(found, encoded(case, None), case)
@@ -478,7 +478,7 @@ def refused(sinks: bool) -> str:
     return str(error.value)
 
 
-def test_what_a_forward_would_not_survive_is_refused(ranks: Any) -> None:
+def test_plans_that_leave_head_sized_tensors_whole_are_refused(ranks: Any) -> None:
     for said in ranks(2, refused, True):
         assert "0.sinks has a number for each of 4 heads, which the plan shards with 0.q" in said
     for said in ranks(2, refused, False):
@@ -517,7 +517,7 @@ def config_name(config: type[Any] | None) -> str:
     return "" if config is None else config.__name__
 
 
-def test_the_table_in_the_docs() -> None:
+def test_the_table_of_families_in_the_docs_is_right() -> None:
     """Every family is in a test of this file or of test_moe_models.py, and in the table."""
     checked = {family for family, _ in DENSE.values()} | {case.split("-")[0] for case in MIXTURES}
     checked -= {"qwen3_next"}  # a hybrid, whose states hf_layers does not pass over a context axis
@@ -528,7 +528,7 @@ def test_the_table_in_the_docs() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_configuration_of_a_family_survives_there_and_back(case: str) -> None:
+def test_family_configurations_survive_a_round_trip(case: str) -> None:
     config = from_hf(make(case).config.to_dict())
     assert from_hf(to_hf(config)) == config
 

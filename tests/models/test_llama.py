@@ -178,7 +178,7 @@ def their_names(config: LlamaConfig) -> dict[str, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_computes_what_transformers_computes(name: str) -> None:
+def test_llama_logits_and_gradients_equal_transformers(name: str) -> None:
     config = CONFIGS[name]
     model, peer = build(config, Grid()), theirs(config)
     ours = {p.layout.name: p.parameter for p in model.local_parameters()}
@@ -221,7 +221,7 @@ def test_a_packed_row_of_llama_is_each_document_alone() -> None:
             torch.testing.assert_close(a.grad, b.grad, **CLOSE, msg=f"{name} {key}: {{}}".format)
 
 
-def test_the_list_of_layers_and_names() -> None:
+def test_llama_layers_have_the_expected_kinds_and_names() -> None:
     specs = llama_layers(CONFIGS["scaled rope, tied"])
     assert [spec.typename for spec in specs] == [
         "TokenEmbedding",

@@ -91,7 +91,7 @@ CASES: list[tuple[dict[str, int], str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("axes", "schedule", "stage", "features"), CASES)
-def test_a_loss_of_whole_sequences_in_chunks(
+def test_chunked_log_prob_loss_equals_whole_logits(
     ranks: Any, axes: dict[str, int], schedule: str, stage: int, features: dict[str, Any]
 ) -> None:
     wanted, right, own = plain(features)

@@ -55,7 +55,7 @@ def blocks_of(form: str, rows: int, columns: int) -> float:
 
 
 @pytest.mark.parametrize("form", ["nf4-double", pytest.param("int8", marks=pytest.mark.exhaustive)])
-def test_the_integers_are_bitwise_equal_on_every_grid(
+def test_quantized_weights_are_bitwise_equal_on_every_grid(
     ranks: Callable[..., list[Any]], tmp_path: Path, form: str
 ) -> None:
     """And take the formula's bytes, which stage 3 divides by the number of replicas."""
