@@ -198,7 +198,7 @@ def late(file: Path) -> str:
     return printed.getvalue()
 
 
-def test_a_rank_that_waits_long_says_for_whom(ranks: Any, tmp_path: Path) -> None:
+def test_a_rank_that_waits_long_names_the_other_rank(ranks: Any, tmp_path: Path) -> None:
     first, _ = ranks(2, late, tmp_path / "said")
     assert "rank 0 (pipe 0, data 0, tensor 0) gathers " in first and " s for rank 1 (pipe 0, data 1, tensor 0)" in first
     assert "which is between two calls of the engine, in test_call_order.py:" in first
@@ -213,7 +213,7 @@ def stopped() -> None:
     engine.module(batch(0, grid.data.rank), [0, 1])
 
 
-def test_a_rank_that_answers_nothing_is_named_at_the_time_limit(ranks: Any) -> None:
+def test_a_stopped_rank_is_named_at_the_time_limit(ranks: Any) -> None:
     """The fuzz of faults found it: the other replica was dead, and the message named nobody."""
     with pytest.raises(RankFailure, match=r"waited for the time limit of 3 s for rank 1 \(pipe 0, data 1.*not answer"):
         ranks(2, stopped)

@@ -80,7 +80,7 @@ def lent(sizes: tuple[int, int, int], stage: int) -> Any:
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 1)])
-def test_lent_parameters_are_whole_and_what_is_written_stays(ranks: Any, sizes: tuple[int, int, int]) -> None:
+def test_gathered_parameters_are_whole_and_keep_written_values(ranks: Any, sizes: tuple[int, int, int]) -> None:
     for stage in range(4):
         held = 4 * (WIDTH * WIDTH + WIDTH) * 8 // sizes[0]
         for shards in ranks(sizes[0] * sizes[1], lent, sizes, stage):
@@ -115,7 +115,7 @@ def mastered(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_masters_follow_what_was_written_and_keep_what_was_not(ranks: Any, stage: int) -> None:
+def test_masters_change_only_for_parameters_written_in_gathered(ranks: Any, stage: int) -> None:
     ranks(2, mastered, stage)
 
 
@@ -262,7 +262,7 @@ OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device":
 
 
 @pytest.mark.parametrize("zero", [{}, {"stage3_keep_gathered": True}, PLUS, OFFLOADED])
-def test_what_is_lent_stays_whole_whatever_runs(ranks: Any, zero: dict[str, Any]) -> None:
+def test_gathered_weights_stay_whole_while_the_engine_runs(ranks: Any, zero: dict[str, Any]) -> None:
     wanted = plainly(3)
     for found in ranks(2, run_within, zero):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
@@ -287,7 +287,7 @@ def pipeline_within(sizes: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 1)])
-def test_a_pipeline_runs_on_what_is_lent(ranks: Any, sizes: tuple[int, int, int]) -> None:
+def test_a_pipeline_trains_and_evaluates_inside_whole_weights(ranks: Any, sizes: tuple[int, int, int]) -> None:
     ranks(sizes[0] * sizes[1], pipeline_within, sizes)
 
 
@@ -374,7 +374,7 @@ def assigned(half: bool) -> None:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_values_assigned_within_gathered_stay(ranks: Any, half: bool) -> None:
+def test_values_assigned_inside_gathered_are_kept(ranks: Any, half: bool) -> None:
     """They were written to the gathered weights alone, and lost when these were released."""
     ranks(2, assigned, half)
 

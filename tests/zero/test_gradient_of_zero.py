@@ -69,7 +69,9 @@ def trained(act: Callable[[Gated], None], stage: int | None) -> dict[str, Tensor
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("act", [nothing, read])
-def test_the_step_is_that_of_plain_pytorch(ranks: Any, act: Callable[[Gated], None], stage: int) -> None:
+def test_a_zero_gradient_of_one_replica_steps_as_plain_pytorch(
+    ranks: Any, act: Callable[[Gated], None], stage: int
+) -> None:
     plain = trained(act, None)
     assert not torch.equal(plain["gate"], torch.ones(4)) and torch.equal(plain["never"], torch.ones(4).double())
     for weights in ranks(2, trained, act, stage):

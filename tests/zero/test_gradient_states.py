@@ -113,7 +113,7 @@ def walk() -> list[str]:
     return wrong
 
 
-def test_each_event_leads_from_each_state_to_the_tables(ranks: Any) -> None:
+def test_each_event_in_each_state_leads_to_the_tables_state(ranks: Any) -> None:
     assert ranks(2, walk) == [[], []]
 
 
@@ -161,7 +161,7 @@ def test_a_gradient_assigned_between_two_passes_is_refused() -> None:
         module(ONES).sum().backward()
 
 
-def test_step_takes_gradients_that_user_code_changed_last() -> None:
+def test_step_uses_gradients_changed_by_user_code() -> None:
     optimizer, module = optimizer_of(Grid(), passes=2)
     parameters = dict(module.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}

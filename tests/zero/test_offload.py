@@ -272,7 +272,7 @@ class _Range:
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 10, 100])
-def test_sub_groups_cut_and_put_together(size: int) -> None:
+def test_sub_groups_cover_each_element_once_in_order(size: int) -> None:
     buckets: Any = [_Range(n) for n in (5, 0, 1, 13)]
     groups = list(sub_groups(buckets, size))
     assert all(sum(stop - start for _, start, stop in pieces) == size for pieces in groups[:-1])

@@ -154,7 +154,7 @@ def trained() -> list[dict[str, Tensor]]:
     return found
 
 
-def test_modules_that_compute_their_weights_or_take_objects(ranks: Any) -> None:
+def test_weight_norm_and_packed_inputs_train_in_stage_3(ranks: Any) -> None:
     """Hooks of a unit saw released weights: NaN. Packed sequences failed, and outputs of a class were refused."""
     everything = ranks(2, trained)
     for index, kind in enumerate(KINDS):
@@ -219,5 +219,5 @@ def used() -> None:
     train(engine, 1)  # and the model trains on
 
 
-def test_a_released_weight_names_itself_where_it_is_used(ranks: Any) -> None:
+def test_an_error_names_a_released_weight_that_is_used(ranks: Any) -> None:
     ranks(2, used)

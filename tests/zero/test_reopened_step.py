@@ -64,6 +64,6 @@ def wrong_cases(tensor: int) -> list[Any]:
     ]
 
 
-def test_a_pass_after_a_reduction_counts_once(ranks: Any) -> None:
+def test_a_backward_pass_after_a_reduction_counts_once(ranks: Any) -> None:
     for size, tensor in ((1, 1), (2, 1), (2, 2), (4, 2)):
         assert ranks(size, wrong_cases, tensor) == [[]] * size

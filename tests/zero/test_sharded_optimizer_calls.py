@@ -22,7 +22,7 @@ from support.readme_blocks import block_of
 from support.sharded_loops import WIDTH, Net, backward, microbatch, net, sharded_sgd
 
 
-def test_a_modules_zero_grad_counts_too() -> None:
+def test_zero_grad_of_a_module_discards_earlier_gradients() -> None:
     """``module.zero_grad()`` replaces the gradients' tensors; nothing is lost, and nothing old is kept."""
     for stage in (0, 1):
         model, wanted = net(), net()

@@ -115,7 +115,7 @@ def walk(stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2])
-def test_every_row_of_the_table_happens_and_nothing_else(ranks: Any, size: int, stage: int) -> None:
+def test_a_step_goes_through_exactly_the_listed_states(ranks: Any, size: int, stage: int) -> None:
     rows = [row for row in ROWS if size == 1 or row != ("LAST_BEGAN", "OPEN")]
     for states in ranks(size, walk, stage):
         assert sorted(set(pairwise(states))) == sorted(rows), states

@@ -25,7 +25,7 @@ from support.training import assert_steps_equal, microbatches, pipeline_engine, 
 WIDTH, ROWS, STEPS = 256, 8, 3
 
 
-def test_codes_are_those_of_bitsandbytes() -> None:
+def test_stored_state_codes_equal_those_of_bitsandbytes() -> None:
     """Except the lowest code: -1 for values of both signs, 1e-7 for squares."""
     dynamic_map = pytest.importorskip("bitsandbytes.functional").create_dynamic_map
     for bits, signed, exponents in ((8, True, 7), (8, False, 7), (4, True, 3)):

@@ -219,7 +219,7 @@ HOWS = [
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_gradients_are_those_of_torch(ranks: Any, how: str) -> None:
+def test_gradients_of_units_equal_torchs(ranks: Any, how: str) -> None:
     wanted, weights = plain(how, 2)
     for gradients, found, most, sizes in ranks(2, sharded, how, None):
         torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-13)
@@ -293,7 +293,7 @@ def test_the_next_unit_is_fetched_while_one_runs(ranks: Any) -> None:
         assert sent == formula
 
 
-def test_which_modules_are_units() -> None:
+def test_find_units_returns_the_expected_modules() -> None:
     made = model()
     names = [name for name, _ in find_units(made)]
     assert names == ["", *(f"transformer.h.{i}" for i in range(LAYERS))]
@@ -331,7 +331,7 @@ def failing_forward() -> Any:
     return {names[p]: g.clone() for p, g in optimizer.gradients()}, whole_bytes(optimizer)
 
 
-def test_a_forward_that_fails_leaves_nothing_behind(ranks: Any) -> None:
+def test_a_failed_forward_releases_its_gathered_weights(ranks: Any) -> None:
     wanted, _ = plain("", 2, steps=1)
     for gradients, whole in ranks(2, failing_forward):
         torch.testing.assert_close(gradients, wanted[0], rtol=1e-10, atol=1e-13)
@@ -349,7 +349,7 @@ def untied() -> Any:
     return {names[p]: g.clone() for p, g in optimizer.gradients()}, whole_bytes(optimizer)
 
 
-def test_a_weight_of_two_units(ranks: Any) -> None:
+def test_a_weight_tied_between_two_units_has_torchs_gradient(ranks: Any) -> None:
     wanted, _ = plain("", 2, steps=1)
     for gradients, whole in ranks(2, untied):
         torch.testing.assert_close(gradients, wanted[0], rtol=1e-10, atol=1e-13)
@@ -424,14 +424,14 @@ def containers() -> dict[str, Tensor]:
         return {n: p.detach().clone() for n, p in made.named_parameters()}
 
 
-def test_what_only_holds_modules_is_no_unit(ranks: Any) -> None:
+def test_modules_without_a_forward_are_no_units(ranks: Any) -> None:
     assert [name for name, _ in find_units(held())] == ["", *HELD_UNITS]
     wanted = train_plain(held(), FAST_SGD, whole_batches(held_inputs, 2, 2), mean_square)[-1].weights
     for found in ranks(2, containers):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
 
 
-def test_what_only_holds_modules_is_refused_by_name() -> None:
+def test_modules_without_a_forward_are_refused_as_units() -> None:
     made = held()
     assert [name for name, _ in find_units(made, ["pairs.*.*", "emp*"])] == ["", *HELD_UNITS[:4]]
     with pytest.raises(ValueError, match=r"pairs.0 is a ModuleList, which has no forward.*: pairs.0.0, pairs.0.1, or "):
