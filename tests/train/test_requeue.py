@@ -69,7 +69,7 @@ def stub(folder: Path, code: int) -> Path:
     ("number", "requeue", "calls"),
     [(signal.SIGUSR1, True, "requeue 77\n"), (signal.SIGUSR1, False, ""), (signal.SIGTERM, True, "")],
 )
-def test_the_job_is_saved_and_requeued(
+def test_a_signal_saves_a_checkpoint_and_requeues_the_job(
     ranks: Any, tmp_path: Path, number: signal.Signals, requeue: bool, calls: str
 ) -> None:
     said = stub(tmp_path, 0)

@@ -183,7 +183,7 @@ def sent_so_far(grid: Grid) -> float:
 
 
 @pytest.mark.parametrize("top_k", [None, K])
-def test_bytes_sent_are_those_of_the_docstring(ranks: Any, top_k: int | None) -> None:
+def test_with_teacher_sends_the_bytes_of_its_docstring(ranks: Any, top_k: int | None) -> None:
     everyone = ranks(4, sent_bytes, top_k)
     for rank, more in enumerate(everyone):
         wanted = 2 * 2 * 6 * (15 * 4 if top_k is None else K * (4 + 4))

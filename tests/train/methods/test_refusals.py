@@ -125,7 +125,7 @@ LOSSES: dict[str, list[Case]] = {
 @pytest.mark.parametrize(
     ("call", "words"), [pytest.param(*case, id=f"{name}: {case[1]}") for name in LOSSES for case in LOSSES[name]]
 )
-def test_a_method_refuses_a_mistake(call: Callable[[], Any], words: str) -> None:
+def test_wrong_arguments_of_method_losses_are_refused(call: Callable[[], Any], words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=re.escape(words)):
         call()
 

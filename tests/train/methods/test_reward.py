@@ -151,7 +151,7 @@ def test_transformers_folders_are_read_and_written(tmp_path: Path, family: str, 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_reward_model_begins_with_a_language_model(tmp_path: Path, tied: bool) -> None:
+def test_a_reward_model_starts_from_a_language_model(tmp_path: Path, tied: bool) -> None:
     import transformers
 
     torch.manual_seed(0)
@@ -175,7 +175,7 @@ def test_a_reward_model_begins_with_a_language_model(tmp_path: Path, tied: bool)
     assert torch.equal(module.layers["4"].weight, heads[2])  # type: ignore[arg-type]
 
 
-def test_adapters_train_the_new_head_too(tmp_path: Path) -> None:
+def test_lora_also_trains_the_new_reward_head(tmp_path: Path) -> None:
     grid = Grid()
     config = triax.LlamaConfig(vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=4)
     module = triax.PipelineModule(reward_layers(triax.llama_layers(config)), grid=grid, loss_fn=reward_loss(grid))
