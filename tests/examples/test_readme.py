@@ -284,7 +284,7 @@ make nonsense
 """
 
 
-def test_programs_and_commands_of_a_page_are_read_as_written(tmp_path: Path) -> None:
+def test_programs_and_commands_are_extracted_from_a_page(tmp_path: Path) -> None:
     assert programs(SAMPLE) == {
         "first.py": "# first.py\nimport json\nprint(json.dumps({}))\nraise SystemExit(3)\n",
         "line_12.py": "from json import loads\n",
@@ -316,12 +316,12 @@ def test_programs_and_commands_of_a_page_are_read_as_written(tmp_path: Path) -> 
         "nonsense",
     ],
 )
-def test_a_command_that_does_not_work_is_found(command: str, tmp_path: Path) -> None:
+def test_assert_works_rejects_commands_that_do_not_work(command: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"does not work|does not know"):
         assert_works(command, tmp_path)
 
 
-def test_a_programs_options_are_looked_up(tmp_path: Path) -> None:
+def test_check_options_rejects_options_a_program_lacks(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--real')\n")
     program.write_text(program.read_text() + "parser.parse_args()\n")
