@@ -116,7 +116,7 @@ def test_conversations_count_the_tokens_of_the_assistant(folder: Path) -> None:
         assert [label[at] for at in places] == [each.ids[at + 1] for at in places]
 
 
-def test_answers_without_pairs_have_the_answer_before_at_their_prompt(tmp_path: Path) -> None:
+def test_unpaired_rows_include_mismatched_answers(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}? ", "completion": word, "label": n % 2} for n, word in enumerate(("ab", "cde", "f"))]
     answers = Answers(write(tmp_path / "kto.jsonl", rows), "unpaired", "bytes", 64)
     texts = [bytes(row.ids.tolist()).decode() for row in answers.rows]
@@ -177,7 +177,7 @@ def test_tables_are_read_as_datasets_writes_them(tmp_path: Path, kind: str) -> N
         ({"prompt": [{"content": "x"}], "chosen": [], "rejected": []}, "message 1 of 'prompt' is not an object with"),
     ],
 )
-def test_mistakes_name_file_and_line(tmp_path: Path, row: Any, message: str) -> None:
+def test_mistakes_in_answers_name_file_and_line(tmp_path: Path, row: Any, message: str) -> None:
     first = {"prompt": "a", "chosen": "b", "rejected": "c"}
     with pytest.raises(ConfigError) as found:
         Answers(write(tmp_path / "rows.jsonl", [first, row]), "pairs", "bytes", 64)
