@@ -92,7 +92,7 @@ def by_both_doors(pipe: int, data: int, options: dict[str, Any], config: dict[st
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_options_train_to_the_bits_of_the_configuration(ranks: Any, pair: Any) -> None:
+def test_options_and_configuration_train_bitwise_equal(ranks: Any, pair: Any) -> None:
     assert ranks(1, by_both_doors, 1, 1, *pair) == [True]
     assert ranks(4, by_both_doors, 2, 2, *pair) == [True] * 4
 
@@ -187,7 +187,7 @@ def other(key: str, field: Any) -> Any:
     return "bf16" if "bf16" in text else "x"
 
 
-def test_no_key_of_the_configuration_is_lost_on_the_way_to_options() -> None:
+def test_options_of_keeps_every_key_of_a_configuration() -> None:
     lost = []
     for key, field in keys():
         if field.status != "acts" or key in OWN:

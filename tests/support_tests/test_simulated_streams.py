@@ -140,7 +140,7 @@ def with_parts_of_one_tensor(side: Any) -> None:
     assert side.query() and x.tolist() == [1.0] * 4 + [2.0] * 4
 
 
-def test_a_missing_wait_is_on_record_with_both_lines(ranks: Any) -> None:
+def test_a_missing_stream_wait_is_recorded_with_both_lines(ranks: Any) -> None:
     for found in ranks(2, faults_of, list(FAULTY), init_group=False, new_processes=True):
         for faults, (program, words) in zip(found, FAULTY.items(), strict=True):
             assert faults and faults[0].startswith(words), (program, faults)
@@ -201,7 +201,7 @@ def trained(waits: bool, plant: Callable[[pytest.MonkeyPatch], None] | None = No
         return list(device.faults)
 
 
-def test_an_engine_runs_in_a_stream_of_the_users(ranks: Any) -> None:
+def test_an_engine_in_a_users_stream_needs_a_wait(ranks: Any) -> None:
     for faults in ranks(2, trained, True, init_group=False, new_processes=True):
         assert not faults
     for faults in ranks(2, trained, False, init_group=False, new_processes=True):
