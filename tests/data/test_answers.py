@@ -128,7 +128,7 @@ def test_unpaired_rows_include_mismatched_answers(tmp_path: Path) -> None:
     assert answers.mismatched([1, 2])[1]["reference"].tolist() == [3, 5]
 
 
-def test_pairs_come_better_answers_first_with_their_reference(tmp_path: Path) -> None:
+def test_a_batch_of_pairs_has_the_chosen_answers_first(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}", "chosen": "y", "rejected": "n"} for n in range(4)]
     answers = Answers(write(tmp_path / "pairs.jsonl", rows), "pairs", "bytes", 64)
     answers.reference = torch.arange(8.0, dtype=torch.float64).view(4, 2)
@@ -153,7 +153,7 @@ def test_rows_are_cut_and_samples_without_an_answer_are_left_out(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "datasets"])
-def test_tables_are_read_as_datasets_writes_them(tmp_path: Path, kind: str) -> None:
+def test_tables_written_by_datasets_are_read(tmp_path: Path, kind: str) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": f"{n}? ", "chosen": "yes", "rejected": "no"} for n in range(5)]
     data = datasets.Dataset.from_list(rows)

@@ -285,7 +285,7 @@ def warned_of_equal_rows(kind: str, axes: dict[str, Any], same: bool) -> list[st
     ],
 )
 def test_replicas_on_the_same_rows_are_warned_of(ranks: Any, kind: str, axes: dict[str, int]) -> None:
-    """As with a plain DataLoader: every replica computed the same gradient, without a word. Tensor ranks must."""
+    """With a plain DataLoader every replica computed the same gradient, without a warning. Tensor ranks must do so."""
     size = math.prod(axes.values())
     assert sum(map(len, ranks(size, warned_of_equal_rows, kind, axes, True))) == 1
     assert not any(ranks(size, warned_of_equal_rows, kind, axes, False))

@@ -138,7 +138,7 @@ def test_the_loader_resumes_bitwise_on_any_number_of_replicas(tokens: Path, pack
     assert loader.seeks == 2 and loader.epoch == 8 / loader.rows.count
 
 
-def test_the_order_is_a_function_of_seed_and_epoch() -> None:
+def test_hashes_equal_the_published_splitmix64_values() -> None:
     """SplitMix64 with its published test vector. It may never change: runs resume from its orders."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert hashes(1234567, 4).tolist() == published
@@ -190,7 +190,7 @@ def _of_part(path: Path, held_out: float, part: str) -> Counter[str]:
     return documents_in(*rows_of(data.loader(1, 1, epochs=1)))
 
 
-def test_several_folders_are_one_set_and_weights_make_a_mixture(tokens: Path, tmp_path: Path) -> None:
+def test_folders_are_joined_or_mixed_by_weights(tokens: Path, tmp_path: Path) -> None:
     other = folder(tmp_path, 40, seed=9)
     both = TokenData([tokens, other], 32, shuffle=False).loader(2, 2, epochs=1)
     assert documents_in(*rows_of(both)) == Counter(texts(COUNT)) + Counter(texts(40, 9))
@@ -246,7 +246,7 @@ def test_best_fit_equals_the_textbook_algorithm() -> None:
         assert sorted(room - used) == sorted(left)
 
 
-def test_wrong_arguments_are_named(tokens: Path, tmp_path: Path) -> None:
+def test_wrong_arguments_of_token_data_are_named(tokens: Path, tmp_path: Path) -> None:
     small = folder(tmp_path, 1)
     data = TokenData(tokens, 8)
     cases: list[tuple[Any, str]] = [

@@ -286,7 +286,7 @@ def test_autocast_sends_products_over_the_tensor_axis_in_bf16(ranks: Any) -> Non
         {"amp": {"enabled": True, "loss_scale": 64}},
     ],
 )
-def test_float16_gradients_are_those_of_a_scaled_loss(ranks: Any, autocast: Any) -> None:
+def test_float16_gradients_equal_autocast_with_a_scaled_loss(ranks: Any, autocast: Any) -> None:
     made = ranks(2, stepped, {"pipe": 2}, autocast=autocast)[0]
     assert made.scale == 64.0 and made.dtypes == {torch.float32}
     assert made.loss == pytest.approx(made.plain_loss, rel=1e-6)

@@ -169,7 +169,7 @@ def test_all_replicas_of_a_module_get_the_first_ones_buffers(ranks: Any, tmp_pat
 def test_all_replicas_of_a_pipeline_get_the_first_ones_buffers(
     ranks: Any, tmp_path: Path, sizes: tuple[int, int, int]
 ) -> None:
-    """And the state dict of a pipeline had none."""
+    """The state dict of a pipeline also lacked its buffers."""
     wanted = {f"layers.{name}": value for name, value in replicated(sizes[1]).items() if name != "0.hidden"}
     for stages in ranks(math.prod(sizes), piped, sizes, tmp_path):
         for found, loaded, held in stages:

@@ -120,7 +120,7 @@ def alone() -> dict[str, Any]:
     return train((1, 1, 1, 1, 1), 0)
 
 
-def test_the_reference_is_plain_pytorch(alone: dict[str, Any]) -> None:
+def test_the_reference_of_five_axes_equals_plain_pytorch(alone: dict[str, Any]) -> None:
     with float64_by_default():
         model = triax.PipelineModule([LayerSpec(cls) for cls in (Part, MLP, Experts, MLP, Experts)], seed=3)
     whole = {layout_of(p).name: p.detach().requires_grad_() for p in model.parameters()}
@@ -193,7 +193,7 @@ def train_by_a_mean() -> None:
     engine.train_batch(iter([(torch.randn(2, 4, WIDTH),) * 2]))
 
 
-def test_a_mean_over_a_part_is_refused(ranks: Any) -> None:
+def test_a_mean_loss_on_a_context_axis_is_refused(ranks: Any) -> None:
     assert_every_rank_raises(ranks, 2, "context=2.*return a pair", train_by_a_mean)
 
 
@@ -205,7 +205,7 @@ def test_a_mean_over_a_part_is_refused(ranks: Any) -> None:
         ({"context": 2}, "needs a multiple of 2 processes"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, Any], text: str) -> None:
+def test_impossible_sizes_of_grid_axes_are_refused(sizes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         triax.Grid(**sizes)
 

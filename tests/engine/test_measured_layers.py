@@ -115,7 +115,9 @@ def gpt_step(pipe: int, method: str, schedule: str = "1f1b", chunks: int | None 
     ("pipe", "method", "schedule", "chunks"),
     [(2, "time", "1f1b", None), (2, "auto", "1f1b", None), (2, "time", "zb-v", None), (3, "memory", "zb-h1", None)],
 )
-def test_gradients_are_those_of_one_process(ranks: Any, pipe: int, method: str, schedule: str, chunks: Any) -> None:
+def test_gradients_of_measured_cuts_equal_one_process(
+    ranks: Any, pipe: int, method: str, schedule: str, chunks: Any
+) -> None:
     _, wanted_loss, wanted = ranks(1, gpt_step, 1, "uniform")[0]
     found = ranks(pipe, gpt_step, pipe, method, schedule, chunks, timeout=120)
     for facts, loss, gradients in found:

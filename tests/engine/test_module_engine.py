@@ -334,7 +334,7 @@ def all_waves() -> list[Any]:
 
 
 def test_complex_parameters_train_as_in_plain_pytorch(ranks: Any) -> None:
-    """Their norm was of the real parts alone, so clipping was wrong too; the fused optimizers failed on them."""
+    """The norm was that of the real parts only, so clipping was wrong too; fused optimizers failed."""
     wanted = {kind: waves(kind, None) for kind in OPTIMIZERS}
     for found in ranks(2, all_waves):
         for kind, steps in found:

@@ -216,7 +216,7 @@ def test_step_after_all_microbatches_at_once_warns(caplog: pytest.LogCaptureFixt
     assert caplog.text.count(words) == 1
 
 
-def test_accelerates_own_loop_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
+def test_accelerates_loop_gets_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     """accelerate says which microbatch is the last one, and calls step() behind this one alone."""
     wrapper = pytest.importorskip("accelerate.utils.deepspeed").DeepSpeedEngineWrapper
     whole, engine = one(config(accumulation=8)), one(config(accumulation=8))

@@ -60,7 +60,7 @@ class Wrapped(nn.Module):
 
 @pytest.mark.parametrize("way", ["backward", "scale", "plain", "together"])
 def test_each_loss_scale_is_applied_once(way: str) -> None:
-    """However the backward pass is called, and whichever of two engines with unlike scales it is called by."""
+    """Two engines have different loss scales; an engine, a scaled loss or torch calls the backward pass."""
     x, _ = microbatch(0, 0, 0)
     ids = torch.zeros(3, dtype=torch.int64)
     scales = [{**HALF, "initial_scale_power": power} for power in (4, 7)]
@@ -270,7 +270,7 @@ def in_a_row(half: bool, how: str) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("how", ["only way", "two ways"])
 def test_fp16_gradients_from_one_engine_to_the_next_stay_scaled(how: str) -> None:
-    """Under ``loss.backward()`` they were unscaled in between, in fp16, and became 0."""
+    """Under ``loss.backward()`` the gradients between the engines were unscaled, in fp16, and became 0."""
     for mine, theirs in zip(in_a_row(True, how), in_a_row(False, how), strict=True):
         for name, value in theirs.items():
             assert value.abs().max() > 0

@@ -125,7 +125,7 @@ def test_the_schedule_sets_the_number_of_chunks_with_a_message(caplog: pytest.Lo
 
 
 def test_a_schedule_without_backward_passes_does_not_train() -> None:
-    """It ran, and left every weight as it was."""
+    """Such a schedule ran, and left every weight unchanged."""
     model = triax.PipelineModule([nn.Linear(2, 2)], loss_fn=nn.functional.mse_loss)
     with pytest.raises(ConfigError, match=r"schedule.name = 'forward': has no backward passes, and the engine has an"):
         triax.Engine(model, optimizer=triax.Optimizer("SGD", lr=0.1), batch=1, schedule="forward")

@@ -95,7 +95,7 @@ def test_auto_microbatch_is_the_largest_that_fits_in_memory(model: Any, data: An
 
 
 def test_tune_returns_options_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    """Its layers are modules, one of which is listed twice, and its optimizer is over their parameters."""
+    """The model has layers that are modules, one of them listed twice, and an optimizer over their parameters."""
     torch.manual_seed(5)
     shared = nn.Linear(8, 8)
     model = PipelineModule([shared, Noisy(), nn.LayerNorm(8), shared], loss_fn=mean_loss, partition="uniform")
@@ -182,7 +182,7 @@ def test_auto_stage_fits_in_the_memory_limit(ranks: Any) -> None:
     assert found[0]["stage"] >= 2 and max(each["bytes"] for each in found) <= limit
 
 
-def test_times_are_measured_and_the_result_is_a_configuration(tmp_path: Path) -> None:
+def test_autotuning_picks_the_fastest_size_and_writes_a_config(tmp_path: Path) -> None:
     tuning = {"enabled": True, "results_dir": str(tmp_path), "num_tuning_micro_batch_sizes": 2, "end_profile_step": 2}
     found = train(gpt, tokens, {"autotuning": tuning, "zero_optimization": {"stage": 1}})
     results = json.loads((tmp_path / "results.json").read_text())
@@ -203,7 +203,7 @@ def test_auto_microbatch_of_a_known_model_needs_no_data() -> None:
     assert engine.get_batch_info() == (8, 8, 1) and engine.training_dataloader is None
 
 
-def test_without_samples_the_size_follows_from_the_batch() -> None:
+def test_auto_microbatch_without_samples_is_the_whole_batch() -> None:
     engine, *_ = triax.initialize(model=noisy(Grid()), config={"train_batch_size": 8, AUTO: "auto", "optimizer": ADAM})
     assert engine.get_batch_info() == (8, 8, 1)
 

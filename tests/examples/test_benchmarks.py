@@ -164,7 +164,7 @@ def test_the_compression_benchmark_writes_its_table(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [("--size", "smoke"), ("--overhead",)])
 def test_the_device_benchmark_compares_with_a_bare_loop(options: tuple[str, ...]) -> None:
-    """On the CPU. Weights were those of the bare loop within bf16's rounding, or it would have failed."""
+    """It runs on the CPU, and fails if its weights differ from the bare loop's by more than bf16's rounding."""
     report = json.loads(run("device.py", "--device", "cpu", *options, "--rounds", "2", "--steps", "2", "--json"))
     rows = {row["name"]: row for row in report["results"]}
     assert report["flops"] > 0 and report["product_flops"] > 0

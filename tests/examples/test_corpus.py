@@ -27,7 +27,7 @@ def texts(tmp_path: Path) -> Path:
     return tmp_path / "texts"
 
 
-def test_standard_library_is_the_default() -> None:
+def test_the_corpus_is_the_standard_library_by_default() -> None:
     sources = C.find()
     names = [source.name for source in sources]
     assert "argparse.py" in names and "json/decoder.py" in names

@@ -68,7 +68,7 @@ def test_the_plain_gpt_lowers_its_loss(wanted: list[float]) -> None:
         pytest.param("--pipe 2 --data 2 --tensor 2", marks=pytest.mark.exhaustive),
     ],
 )
-def test_losses_are_those_of_plain_pytorch(ranks: Any, tmp_path: Path, options: str, wanted: list[float]) -> None:
+def test_gpt_3d_losses_equal_plain_pytorch(ranks: Any, tmp_path: Path, options: str, wanted: list[float]) -> None:
     words = shlex.split(f"{EXAMPLES / 'gpt_3d.py'} {options} --dtype float64 --steps {STEPS} --folder run")
     count = math.prod(int(size) for size in re.findall(r"--(?:pipe|data|tensor) (\d)", options))
     ranks(count, program, words, str(tmp_path))

@@ -168,7 +168,7 @@ def test_triax_check_passes_for_the_models_of_the_guides(guide: str, checked: An
 
 
 def test_the_guide_shows_the_output_of_triax_check(checked: Any) -> None:
-    """But for line breaks, and for the last digits, which are another CPU's and another torch's."""
+    """Line breaks and the last digits may differ: these depend on the CPU and on torch."""
     (said,) = (block.text for block in blocks(TESTING) if block.text.startswith("step 0"))
     ((code, output),) = checked["mistake"]
     (row,) = (each for each in json.loads(output)["runs"] if not each["holds"])
@@ -529,9 +529,9 @@ def scheduled(page: str, folder: str) -> None:
     assert "late-weights" in output_of("schedule", "late-weights", "--pipe", 4, "--microbatches", 8)
 
 
-def test_a_package_adds_a_format_of_checkpoints(ranks: Any, tmp_path: Path) -> None:
+def test_the_guides_package_adds_a_checkpoint_format(ranks: Any, tmp_path: Path) -> None:
     ranks(1, exported, (DOCS / "extending" / "checkpoint-format.md").read_text(), str(tmp_path))
 
 
-def test_a_package_adds_a_schedule(ranks: Any, tmp_path: Path) -> None:
+def test_the_guides_package_adds_a_schedule(ranks: Any, tmp_path: Path) -> None:
     ranks(1, scheduled, (DOCS / "extending" / "schedule.md").read_text(), str(tmp_path))

@@ -164,7 +164,7 @@ LINES, WORDS = 114, 25  # of the whole README, and of a cell of its tables
 
 
 def test_the_readme_is_short_and_shows_a_picture() -> None:
-    """Its length, its longest cell, and a picture on the first screen."""
+    """The number of lines, the longest cell of a table, and a picture on the first screen."""
     lines = README.read_text().splitlines()
     assert len(lines) <= LINES
     assert any(line.startswith("![") for line in lines[:20])
@@ -202,8 +202,8 @@ def test_the_readmes_listing_is_in_the_example() -> None:
     assert listing(DOCS / "index.md") == listing(README)
 
 
-def test_programs_print_the_same_under_torchrun_and_alone(ranks: Any, tmp_path: Path) -> None:
-    """Under torchrun's environment, in processes that have torch already; torchrun itself is in the sweep."""
+def test_programs_print_equal_text_under_torchrun_and_alone(ranks: Any, tmp_path: Path) -> None:
+    """They run in torchrun's environment, in processes with torch imported; torchrun itself is an exhaustive test."""
     write_programs(FIRST_RUN, tmp_path)
     words = [shlex.split(command) for command in STARTED if command.startswith("torchrun ")]
     assert words and all(typed[1] == "--nproc-per-node" for typed in words)
@@ -229,7 +229,7 @@ def test_the_first_program_works_with_each_schedule(ranks: Any, tmp_path: Path) 
     assert len(set(first)) == 1 and "step 1: " in first[0] and not any(second)
 
 
-# The programs run in test_programs_print_the_same_under_torchrun_and_alone; here in processes of their own.
+# The programs run in test_programs_print_equal_text_under_torchrun_and_alone; here in processes of their own.
 PROGRAMS = ("torchrun ", "python first.py")
 
 

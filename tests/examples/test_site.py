@@ -111,7 +111,7 @@ def test_every_public_name_is_on_a_page_of_the_reference() -> None:
 
 
 def test_every_engine_option_has_an_entry_in_the_docs() -> None:
-    """Under the heading of the class that declares it."""
+    """The entry is under the heading of the class that declares the option."""
     assert "{engine-options}" in (DOCS / "reference" / "options.md").read_text(encoding="utf-8")
     text = conf().engine_options()
     for kind in (EngineOptions, DiLoCo, AsyncDiLoCo):

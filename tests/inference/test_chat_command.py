@@ -62,7 +62,7 @@ def answers_of_transformers(folder: Path, system: str) -> list[str]:
 
 
 def test_chat_answers_equal_those_of_transformers(ranks: Any, folder: Path) -> None:
-    """On one process, and on two stages, where the first rank reads for all."""
+    """It runs on one process, and on two stages, where the first rank reads for all."""
     wanted = answers_of_transformers(folder, "be brief")
     assert all(wanted) and wanted[0] != wanted[1]
     words = (folder, "--chat", "--system", "be brief", "--temperature", 0, "--max-new-tokens", 12)

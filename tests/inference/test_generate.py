@@ -60,7 +60,7 @@ def ours(folder: str, sizes: tuple[int, int, int], eos: int | None) -> list[list
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("gpt2", (2, 1, 1)), ("llama", (1, 1, 4))])
-def test_greedy_tokens_are_those_of_transformers(ranks: Any, tmp_path: Path, name: str, sizes: Any) -> None:
+def test_greedy_tokens_equal_those_of_transformers(ranks: Any, tmp_path: Path, name: str, sizes: Any) -> None:
     theirs = transformer(name)
     wanted = []
     for prompt in PROMPTS:
@@ -146,7 +146,7 @@ def test_triax_generate_prints_that_text_under_torchrun(folder: Path) -> None:
 
 
 def test_triax_generate_errors_are_one_line(folder: Path) -> None:
-    """Found by this process, and by the ranks that it starts."""
+    """One error is found by this process, the other by the ranks that it starts."""
     code, out, err = run_main("generate", "nowhere", "--prompt", "x")
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert "nowhere does not exist. Give a folder as transformers saves it, or a run of" in err

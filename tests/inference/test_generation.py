@@ -86,7 +86,9 @@ def test_every_grid_generates_the_tokens_of_one_process(
     ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int]
 ) -> None:
     # 8 ranks draw in the way that has every option.
-    check_grid(ranks, alone, sizes, variants=math.prod(sizes) == 2, first=3 if math.prod(sizes) == 8 else 0)
+    require_tokens_of_one_process(
+        ranks, alone, sizes, variants=math.prod(sizes) == 2, first=3 if math.prod(sizes) == 8 else 0
+    )
 
 
 @pytest.mark.exhaustive
@@ -94,7 +96,7 @@ def test_every_grid_generates_the_tokens_of_one_process(
 def test_more_grids_generate_the_tokens_of_one_process(
     ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int]
 ) -> None:
-    check_grid(ranks, alone, sizes, variants=True)
+    require_tokens_of_one_process(ranks, alone, sizes, variants=True)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +106,10 @@ def test_more_grids_generate_the_tokens_of_one_process(
 def test_context_axis_generates_the_tokens_of_one_process(
     ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int], context: int
 ) -> None:
-    check_grid(ranks, alone, sizes, variants=False, context=context, first=3)
+    require_tokens_of_one_process(ranks, alone, sizes, variants=False, context=context, first=3)
 
 
-def check_grid(
+def require_tokens_of_one_process(
     ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int], variants: bool, context: int = 1, first: int = 0
 ) -> None:
     for result in ranks(math.prod(sizes) * context, on_grid, sizes, variants, context, first, timeout=120):

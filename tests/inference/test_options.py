@@ -62,7 +62,7 @@ class Ban:
 # ------------------------------------------------------------------------------------------------ as transformers
 
 
-def test_greedy_with_a_penalty_and_processors_is_that_of_transformers() -> None:
+def test_penalties_and_processors_act_as_in_transformers() -> None:
     model, ours = varied_llama(), engine(max_batch=3)
     seen = set()
     for options in ({}, {"repetition_penalty": 1.7}, {"repetition_penalty": 0.8, "logits_processor": [Ban()]}):
@@ -79,7 +79,7 @@ def test_greedy_with_a_penalty_and_processors_is_that_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("options", BEAMS, ids=lambda options: f"{options['num_beams']} beams")
-def test_beams_are_those_of_transformers(options: dict[str, Any]) -> None:
+def test_beam_search_equals_that_of_transformers(options: dict[str, Any]) -> None:
     model, count = varied_llama(), options.get("num_return_sequences", 1)
     eos = {"eos_token_id": options["eos"]} if "eos" in options else {}
     others = {key: value for key, value in options.items() if key != "eos"}

@@ -139,7 +139,7 @@ def test_training_is_refused_while_a_stream_is_open() -> None:
     assert math.isfinite(float(engine.train_batch(iter([(x, x)]))))
 
 
-def test_a_callback_that_fails_lets_go_of_the_model() -> None:
+def test_generate_works_after_a_callback_that_failed() -> None:
     engine = init_inference(model(GPT))
 
     def fails(request: int, token: int) -> None:
@@ -183,7 +183,7 @@ DELTA = DecoderConfig(
 
 @pytest.mark.parametrize("ending", ["read", "closed", "error"])
 @pytest.mark.parametrize("name", ["layers.1.weight", "layers.0.weight"], ids=["positions", "tokens"])
-def test_a_failed_stream_leaves_nothing_behind(name: str, ending: str) -> None:
+def test_later_calls_are_right_after_a_failed_stream(name: str, ending: str) -> None:
     """Keys, values and states that were not finite met the sequences of later calls, with good weights again."""
     layers = gpt_layers(GPT) if name == "layers.1.weight" else decoder_layers(DELTA)
     module = PipelineModule(layers, dtype=torch.float64)

@@ -344,5 +344,5 @@ def loops(stages: list[int], passes: int) -> None:
                 compared(dict(model.state_dict()), wanted[1], f"stage {stage}, weights after {function.__name__}")
 
 
-def test_changes_before_a_step_count_in_the_plain_loop(ranks: Any) -> None:
+def test_gradient_changes_in_a_plain_loop_act_as_in_torch(ranks: Any) -> None:
     ranks(2, loops, [0, 1, 2, 3], 1)

@@ -40,7 +40,7 @@ def endless() -> Iterator[tuple[Tensor, Tensor]]:
     [{"type": "AdamW", "params": {"lr": 0.1}}, {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}],
 )
 def test_weights_frozen_during_training_do_not_change(optimizer: Any) -> None:
-    """Decay and momentum went on moving it."""
+    """Weight decay and momentum changed the weight after it was frozen."""
     engine = engine_of([linear(), linear()], optimizer=optimizer)
     data, (frozen, _, other, _) = endless(), engine.module.parameters()
     engine.train_batch(data)
@@ -89,7 +89,7 @@ def add(engine: Any) -> None:
     ],
 )
 def test_train_batch_refuses_weights_changed_after_the_engine(change: Callable[[Any], None], words: str) -> None:
-    """Steps went on, on buffers that the model no longer looked at, or without what had been unfrozen."""
+    """Training went on with buffers that the model no longer used, or without weights that had been unfrozen."""
     built = nn.Linear(WIDTH, WIDTH)
     built.weight.requires_grad_(False)
     engine = engine_of([built, linear()])
@@ -208,7 +208,7 @@ def numbered() -> list[int]:
     return seen
 
 
-def test_replicas_of_unlike_size_number_their_samples_apart(ranks: Any) -> None:
+def test_replicas_of_unequal_size_number_samples_without_overlap(ranks: Any) -> None:
     """Each took the others to be as large as itself: two samples had one number, and one dropout mask."""
     assert ranks(2, numbered) == [list(range(12)), list(range(12, 16))]
 

@@ -131,7 +131,7 @@ def plain() -> Trace:
         pytest.param((2, 2, 1), "zb-v", 2, (1,), marks=pytest.mark.exhaustive),
     ],
 )
-def test_every_parameter_is_stepped_as_torch_steps_it(
+def test_every_parameter_is_stepped_as_in_torch(
     ranks: Any, sizes: tuple[int, int, int], schedule: str, chunks: int, stages: tuple[int, ...]
 ) -> None:
     wanted = plain()

@@ -203,7 +203,7 @@ def test_with_timeout_ends_calls_that_take_too_long() -> None:
         with_timeout(0.05, lambda: time.sleep(5))
 
 
-def test_time_limits_are_recognised() -> None:
+def test_timed_out_recognizes_errors_of_time_limits() -> None:
     assert timed_out(RuntimeError("[...]unbound_buffer.cc:90] Timed out waiting 3000ms for recv operation to complete"))
     wrapped = RuntimeError("rank 0, 0F1: failed")
     wrapped.__cause__ = RuntimeError("Timed out waiting 2000ms")
@@ -291,7 +291,7 @@ def with_a_weight_of_nan(kind: str, stage: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("kind", "stage"), [("pipe", 0), ("module", 0), ("module", 3)])
 def test_errors_name_a_nan_weight_before_losses_and_gradients(ranks: Any, kind: str, stage: int) -> None:
-    """Before the losses and gradients that it makes on the other ranks."""
+    """A nan weight also makes losses and gradients nan on the other ranks; the error names the weight first."""
     (first, _), (second, name) = ranks(2, with_a_weight_of_nan, kind, stage, timeout=40)
     assert first == second
     assert f"is nan: {NAME[kind]}: the value of {name} is not finite" in first, first

@@ -81,7 +81,7 @@ def test_hostile_training_files_train_or_are_refused() -> None:
     assert not findings and sum(counts.values()) == 200 and counts["trained"] > 10
 
 
-def test_some_random_faults_lose_nothing(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_survives_a_kill_a_damage_and_an_error(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "GRACE", 20.0)
     lives: list[dict[str, Any]] = [
         {"kind": "kill_in_save", "at": 7, "step": 2},

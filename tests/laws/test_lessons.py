@@ -356,7 +356,7 @@ def test_17_k_tensors_between_stages_cost_one_backward(two_stages: Any) -> None:
     assert [two_stages[0]["calls"][f"node {k}"] for k in (1, 3)] == [8, 8]
 
 
-def test_18_nests_booleans_and_tensors_without_gradients_travel(two_stages: Any) -> None:
+def test_18_nests_and_tensors_without_gradients_pass_between_stages(two_stages: Any) -> None:
     """Dicts, nests, boolean masks and floats without gradients did not pass between DeepSpeed's stages."""
     for k in (1, 3):
         wanted = plain([LayerSpec(Fork, k), LayerSpec(Join)])[1]

@@ -76,7 +76,7 @@ def unpacked(wheel: Path) -> Path:
 # ------------------------------------------------------------------------------------------- the wheel
 
 
-def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
+def test_wheel_has_only_the_files_of_the_library(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     info = f"triax-{triax.__version__}.dist-info"
     ours = {name for name in names if not name.startswith(f"{info}/")}
@@ -94,7 +94,7 @@ def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
 
 
 def test_the_wheel_writes_recipes_and_projects(unpacked: Path, tmp_path: Path) -> None:
-    """It names its pages too: without a checkout, the packages of this environment and the unpacked wheel."""
+    """The packages of this environment and the unpacked wheel, without a checkout; printed pages exist too."""
     for words in (("recipe", "llama3-8b-8gpus"), ("new", "first")):
         done = run(sys.executable, "-m", "triax.cli.main", *words, cwd=tmp_path, PYTHONPATH=str(unpacked))
         assert done.returncode == 0, done.stderr
@@ -108,7 +108,7 @@ def test_the_wheel_writes_recipes_and_projects(unpacked: Path, tmp_path: Path) -
     )
 
 
-def test_wheel_says_what_it_needs(unpacked: Path) -> None:
+def test_wheel_metadata_lists_its_requirements(unpacked: Path) -> None:
     (info,) = unpacked.glob("*.dist-info")
     metadata = message_from_string((info / "METADATA").read_text())
     needs = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
@@ -432,7 +432,7 @@ def test_issue_templates_are_forms(file: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_ci_ends_with_the_tests_own_line_and_status(clone: Path, status: int) -> None:
+def test_ci_ends_with_the_last_line_and_status_of_pytest(clone: Path, status: int) -> None:
     make(clone, "install")
     done = run(clone / ".ci" / "run", cwd=clone.parent, FAKE_STATUS=str(status))
     assert (done.returncode == 0) == (status == 0)

@@ -233,7 +233,7 @@ def test_a_loss_changed_after_backward_is_logged_unchanged(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_stage_on_one_replica_equals_stage_0(stage: int) -> None:
-    """Whatever the stage, it holds and does what stage 0 does; offload is another matter."""
+    """One replica holds the bytes and takes the steps of stage 0 in every stage, unless something is offloaded."""
     data = repeat((torch.ones(2, 5, dtype=torch.float64), torch.ones(2, 2, dtype=torch.float64)))
     engines = [trained(0), trained(stage)]
     for engine in engines:

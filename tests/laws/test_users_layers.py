@@ -670,7 +670,7 @@ def test_layers_of_users_train_as_plain_pytorch(ranks: Any) -> None:
 
 @pytest.mark.parametrize("layer", ["ComplexProduct", "Spectrum"])
 @pytest.mark.parametrize(("schedule", "recompute"), [("zb-h1", "none"), ("gpipe", "offload"), ("zb-v", "matmul")])
-def test_complex_numbers_are_conjugated_once(ranks: Any, layer: str, schedule: str, recompute: str) -> None:
+def test_complex_layers_train_as_plain_pytorch(ranks: Any, layer: str, schedule: str, recompute: str) -> None:
     assert not judge(ranks, Program((layer,) * 4, 1, 1, schedule, 1, recompute, 8, seed=0))
 
 
@@ -712,7 +712,7 @@ def refused(kind: str) -> str:
         ("DTensor layer", "weight of layer 1 (Linear) is a DTensor"),
     ],
 )
-def test_weights_that_cannot_be_laid_out_are_named(ranks: Any, kind: str, words: str) -> None:
+def test_lazy_and_dtensor_weights_are_refused_by_name(ranks: Any, kind: str, words: str) -> None:
     assert all(words in text for text in ranks(2, refused, kind))
 
 
@@ -753,7 +753,7 @@ def test_evaluation_restores_the_mode_of_each_module(use: Callable[[PipelineModu
     assert [module.training for module in model.modules()] == before and len({*before}) == 2
 
 
-def test_a_change_of_mode_is_undone_by_the_modules_own_method() -> None:
+def test_evaluating_restores_modes_by_the_modules_own_methods() -> None:
     parts = [Merged(2, 2), Merged(2, 2).eval()]
     with evaluating(nn.ModuleList(parts)):
         assert [(part.training, part.merged) for part in parts] == [(False, True)] * 2

@@ -235,7 +235,7 @@ def test_attention_uses_the_positions_and_keys_of_a_cache() -> None:
 # ------------------------------------------------------------------------------------------ packed documents
 
 
-def test_positions_start_anew_in_each_document() -> None:
+def test_positions_start_at_0_in_each_document() -> None:
     assert positions_within(DOCUMENTS).tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 0]]
     seen, places = visible(DOCUMENTS, DOCUMENTS)
     assert torch.equal(positions_within(DOCUMENTS), places)
@@ -271,7 +271,7 @@ def test_packed_rows_are_right_in_and_after_inference_mode() -> None:
     torch.testing.assert_close(found, plain, **CLOSE)
 
 
-def test_texts_are_packed_without_a_gap() -> None:
+def test_pack_fills_rows_with_texts_without_gaps() -> None:
     texts = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9]]
     (ids, documents), labels = pack(texts, 4)
     assert ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 0, 0, 0]]
@@ -282,7 +282,7 @@ def test_texts_are_packed_without_a_gap() -> None:
         pack([], 4)
 
 
-def test_documents_that_number_no_tokens_are_refused() -> None:
+def test_wrong_document_numbers_are_refused() -> None:
     ids = torch.zeros(2, 3, dtype=torch.long)
     check_documents(ids, None)
     check_documents(ids, torch.tensor([[0, 0, 1], [5, 5, 5]]))

@@ -246,7 +246,7 @@ def test_a_size_that_is_missing_is_named_with_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "phi", "falcon", "opt", "olmoe", "gpt2"])
-def test_a_width_of_heads_that_a_family_does_not_have_is_refused(family: str) -> None:
+def test_an_unsupported_head_dim_of_a_family_is_refused(family: str) -> None:
     config = whole(family)
     assert from_hf(config | {"head_dim": 16}) == from_hf(config)  # hidden_size / num_attention_heads
     with pytest.raises(ValueError, match="head_dim=8 is not implemented"):

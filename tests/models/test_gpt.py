@@ -96,7 +96,7 @@ CASES: list[Case] = [
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_gradient_is_that_of_one_process(ranks: Any, size: int) -> None:
+def test_gpt_gradients_equal_those_of_one_process(ranks: Any, size: int) -> None:
     by_rank = ranks(size, train_on_rank, size, CASES)
     for (config, smoothing, _, packed), *found in zip(CASES, *by_rank, strict=True):
         alone = train_one(Grid(), config, smoothing, False, packed)
@@ -118,7 +118,7 @@ def test_every_gradient_is_that_of_one_process(ranks: Any, size: int) -> None:
             assert abs(float(alone["loss"] - without["loss"])) > 1e-6  # something was dropped
 
 
-def test_a_packed_row_of_gpt_is_each_document_alone() -> None:
+def test_gpt_treats_packed_documents_separately() -> None:
     """Logits and gradients: 5 + 1 + 6 tokens in one row, and then each in a row of its own."""
     loss = GPTLoss(Grid(), CONFIG.vocab_size)
     ids, labels = batch(CONFIG, rows=1)
@@ -174,7 +174,7 @@ def test_gpt_equals_torchs_transformer_encoder() -> None:
     torch.testing.assert_close(total / weight, mean, rtol=1e-10, atol=0)
 
 
-def test_no_token_sees_a_later_one() -> None:
+def test_gpt_logits_do_not_depend_on_later_tokens() -> None:
     layers = build(CONFIG, Grid())
     inputs, _ = batch(CONFIG)
     changed = inputs.clone()

@@ -86,7 +86,7 @@ def there_and_back(sizes: Sizes, folder: str, ids: Tensor, stage: int, out: str)
     return {"read": read, "share": share, "logits": logits}
 
 
-def check_round_trip(ranks: Any, tmp_path: Path, case: str, sizes: Sizes, stage: int) -> None:
+def require_round_trip_is_bitwise(ranks: Any, tmp_path: Path, case: str, sizes: Sizes, stage: int) -> None:
     # 8 stages take 8 layers, of which the blocks are 5.
     depth = {"n_layer" if CASES[case][0] == "GPT2" else "num_hidden_layers": 5} if sizes[0] == 8 else {}
     folder, ids, wanted = saved(tmp_path, case, **depth)
@@ -113,7 +113,7 @@ def check_round_trip(ranks: Any, tmp_path: Path, case: str, sizes: Sizes, stage:
 )
 def test_weights_load_and_save_bit_by_bit(ranks: Any, tmp_path: Path, case: str, sizes: Sizes, stage: int) -> None:
     """Logits to 1e-5 in float32, each rank reads its share to the byte, and saves bitwise what it loaded."""
-    check_round_trip(ranks, tmp_path, case, sizes, stage)
+    require_round_trip_is_bitwise(ranks, tmp_path, case, sizes, stage)
 
 
 @pytest.mark.exhaustive
@@ -122,7 +122,7 @@ def test_weights_load_and_save_bit_by_bit(ranks: Any, tmp_path: Path, case: str,
 )
 @pytest.mark.parametrize("case", CASES)
 def test_weights_survive_a_round_trip_on_every_grid_of_8(ranks: Any, tmp_path: Path, case: str, sizes: Sizes) -> None:
-    check_round_trip(ranks, tmp_path, case, sizes, stage=len(case) % 4)
+    require_round_trip_is_bitwise(ranks, tmp_path, case, sizes, stage=len(case) % 4)
 
 
 @pytest.mark.exhaustive
@@ -154,7 +154,7 @@ def test_random_configurations_have_transformers_logits(
         )
     monkeypatch.setitem(CASES, "drawn", (case[0], case[1] | {"vocab_size": vocab, "tie_word_embeddings": tied}))
     sizes = draw.choice([(1, 1, 8), (2, 1, 4), (2, 2, 2), (4, 1, 2), (1, 2, 4)])
-    check_round_trip(ranks, tmp_path, "drawn", sizes, stage=seed % 4)
+    require_round_trip_is_bitwise(ranks, tmp_path, "drawn", sizes, stage=seed % 4)
 
 
 def into_an_engine(sizes: Sizes, folder: str, ids: Tensor, stage: int, out: str) -> dict[str, Any]:

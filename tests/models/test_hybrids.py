@@ -215,7 +215,7 @@ def searched(name: str, beams: int) -> list[list[int]]:
     return found
 
 
-def test_hybrids_generate_the_same_on_grids(ranks: Any) -> None:
+def test_hybrids_on_grids_generate_as_without_a_cache(ranks: Any) -> None:
     assert generated("delta", (1, 1, 1, 1), 1) == greedy("delta")
     assert generated("mamba", (1, 1, 1, 1), 3) == searched("mamba", 3)  # states are copied from slot to slot
     for found in ranks(2, generated, "mamba", (1, 1, 2, 1), 1):  # prompts in parts
@@ -228,7 +228,7 @@ def test_hybrids_generate_the_same_on_grids(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_configuration_counts_its_parameters_and_is_rebuilt(name: str) -> None:
+def test_hybrid_configurations_count_parameters_and_are_rebuilt(name: str) -> None:
     config = CONFIGS[name]
     assert config.parameter_count == sum(parameter.numel() for parameter in model(config).parameters())
     assert config_from_fields("DecoderConfig", asdict(config)) == config

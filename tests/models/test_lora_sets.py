@@ -73,7 +73,7 @@ def logits_in_each_way(folder: Path, adapters: Path) -> list[Tensor]:
 
 
 def test_each_set_and_their_sum_give_pefts_logits(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    """Also merged; and each set is written bit for bit as it came."""
+    """The merged model gives them too, and each set is written back bit by bit."""
     folder, adapters = saved(tmp_path / "model", "llama"), tmp_path / "adapters"
     model = two_adapters(adapters)
     found = ranks(2, logits_in_each_way, folder, adapters)[0]

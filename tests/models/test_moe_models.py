@@ -349,7 +349,7 @@ def test_transformers_own_blocks_have_no_chunks_over_the_context_axis(ranks: Any
 
 
 @pytest.mark.parametrize("case", ["gpt_oss", "llama4_text", "llama4_text-mixed"])
-def test_packed_rows_of_moe_models_are_each_document_alone(case: str) -> None:
+def test_moe_models_treat_packed_documents_separately(case: str) -> None:
     """Sinks, chunks and temperatures of packed documents are those of the documents one by one."""
     model = triax.PipelineModule(load_hf(make(case)), grid=Grid(), dtype=torch.float64)
     ids, _ = batch()
@@ -360,7 +360,7 @@ def test_packed_rows_of_moe_models_are_each_document_alone(case: str) -> None:
 
 
 def test_deepseek_v32_is_read_in_its_dense_form(tmp_path: Path) -> None:
-    """Of rows that the indexer does not shorten, transformers' numbers, gradients too; it is saved as a DeepSeek-V3."""
+    """Rows that the indexer does not shorten have transformers' logits and gradients; it is saved as a DeepSeek-V3."""
     import transformers
 
     options = COMMON | CASES["deepseek_v3"][1] | {"index_topk": 32, "index_head_dim": 8, "index_n_heads": 2}

@@ -212,7 +212,7 @@ def test_multi_token_modules_refuse_options_they_lack(ranks: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize(("size", "sizes"), [(1, []), pytest.param(4, ["2", "1", "2"], marks=pytest.mark.exhaustive)])
-def test_the_program_of_the_page_prints_what_it_shows(ranks: Any, tmp_path: Path, size: int, sizes: list[str]) -> None:
+def test_the_program_of_the_mtp_page_prints_its_output(ranks: Any, tmp_path: Path, size: int, sizes: list[str]) -> None:
     page = (DOCS / "models.md").read_text()
     (tmp_path / "mtp.py").write_text(programs(page)["mtp.py"])
     shown = next(block.text for block in blocks(page) if block.language == "text" and "mtp_1" in block.text)

@@ -46,7 +46,7 @@ PRESETS: dict[str, Any] = {
 
 @pytest.mark.parametrize(("name", "published"), PUBLISHED.items())
 def test_a_preset_has_its_published_number_of_parameters(name: str, published: int) -> None:
-    """By its own account, and by that of the layers of triax plan, which have a common tied weight once."""
+    """Both the configuration and the layers of triax plan count them, a tied weight once."""
     counts = {layer.tie or i: layer.parameters for i, layer in enumerate(layers_of(PRESETS[name]))}
     assert PRESETS[name].parameter_count == sum(counts.values()) == published
 

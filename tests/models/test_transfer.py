@@ -95,7 +95,7 @@ def sent(address: str, sizes: dict[str, Any], zero: Any) -> Any:
 
 
 def test_a_receiver_of_sent_weights_has_the_trainers_logits(ranks: Any, tmp_path: Path) -> None:
-    """From pipe 2 x tensor 2 and from ZeRO 3, before and after a step; a second receiver keeps half of each matrix."""
+    """The trainers are pipe 2 x tensor 2 and ZeRO 3, before and after a step; a receiver keeps half of each matrix."""
     addresses = [f"127.0.0.1:{free_port()}" for _ in GRIDS]
     line = [sys.executable, "-c", RECEIVER, str(tmp_path), *addresses]
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as receiver:

@@ -54,7 +54,7 @@ def pytest_in(folder: Path, *words: str) -> str:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_new_project_passes_its_own_tests(tmp_path: Path, ranks: int) -> None:
-    """On the grids of two ranks. What grids of four ranks add, covering_grids, has tests of its own."""
+    """The default test runs grids of two ranks; covering_grids has tests of its own for grids of four."""
     CliRunner().invoke(app, ["new", str(tmp_path / "own")])
     file = tmp_path / "own" / "test_own.py"
     assert "ranks=4)" in file.read_text()
@@ -201,7 +201,7 @@ def tokens() -> list[list[tuple[Tensor, Tensor]]]:
 
 
 def test_the_guides_grids_leave_out_four_tensor_ranks() -> None:
-    """Of the default runs, the model of two heads has those with 1 and 2 tensor ranks."""
+    """The model has two heads, so of the default runs those with 1 and 2 tensor ranks remain."""
     with pytest.raises(RankFailure, match="Give tensor=2 at most") as error:
         assert_equals_one_process(heads, tokens, [Composition((("tensor", 4),))])
     assert error.value.__notes__[-1].endswith("To leave it out, give the other runs as grids=")

@@ -158,7 +158,7 @@ def test_results_come_back_in_order_of_rank(ranks: Any, n: int) -> None:
     assert len(pids) == n and os.getpid() not in pids
 
 
-def test_arguments_keywords_and_partials_arrive(ranks: Any) -> None:
+def test_ranks_receive_arguments_keywords_and_partials(ranks: Any) -> None:
     x = torch.tensor([1.0, 2.0])
     assert all(torch.equal(y, 10 * x) for y in ranks(4, weighted_sum, x))
     assert all(torch.equal(y, 5 * x) for y in ranks(4, weighted_sum, x, scale=0.5))
@@ -167,7 +167,7 @@ def test_arguments_keywords_and_partials_arrive(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-def test_values_travel_with_their_types(ranks: Any, dtype: torch.dtype) -> None:
+def test_values_sent_to_ranks_keep_their_types(ranks: Any, dtype: torch.dtype) -> None:
     right = torch.arange(6).view(2, 3).to(dtype)
     answers = ranks(2, swap, Pair(40, right))
     assert [type(answer) for answer in answers] == [Pair, Pair]
@@ -183,7 +183,7 @@ def test_a_view_is_sent_without_its_whole_storage() -> None:
     assert len(rank_process.dump(view)) < 1000
 
 
-def test_scalars_empty_tensors_and_gradients_travel() -> None:
+def test_scalars_empty_tensors_and_gradients_are_sent_to_ranks() -> None:
     import pickle
 
     from triax.testing import rank_process
@@ -221,7 +221,7 @@ def test_processes_and_group_numbers_do_not_leak(ranks: Any) -> None:
 
 
 def test_new_processes_do_not_replace_those_of_the_pool(ranks: Any) -> None:
-    """They end with their job, whether it fails or not."""
+    """New processes end with their job, whether it fails or not."""
     own = [pid for _, _, pid in ranks(3, whoami)]
     first, second = ([pid for _, _, pid in ranks(2, whoami, new_processes=True)] for _ in range(2))
     assert len({*own, *first, *second}) == 7
@@ -237,7 +237,7 @@ def test_ranks_draw_different_random_numbers(ranks: Any) -> None:
     assert len(set(draws)) == 4
 
 
-def test_a_raising_rank_is_first_and_its_traceback_whole(ranks: Any) -> None:
+def test_a_failure_lists_the_raising_rank_first_with_traceback(ranks: Any) -> None:
     with pytest.raises(RankFailure, match=r"rank 2 raised .* ValueError: the bad rank is 2") as caught:
         ranks(4, fails_on, 2)
     failure = caught.value
@@ -306,7 +306,7 @@ def test_a_rank_killed_between_jobs_is_replaced(ranks: Any) -> None:
     assert [rank for rank, _, _ in ranks(3, whoami)] == [0, 1, 2]
 
 
-def test_the_time_limit_says_where_every_rank_stood(ranks: Any) -> None:
+def test_a_timeout_shows_where_every_rank_was(ranks: Any) -> None:
     with pytest.raises(RankTimeout, match=r"waits_on on 3 ranks did not end .* ranks \[1\]") as caught:
         ranks(3, waits_on, 1, timeout=1)
     assert caught.value[1].kind == "stuck"

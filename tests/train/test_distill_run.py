@@ -121,7 +121,7 @@ def test_distill_runs_on_grids_follow_the_equations(ranks: Any, place: Path, kin
 
 
 def test_distill_runs_evaluate_held_out_samples(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the stored file, whose rows are those of all samples."""
+    """The log-probabilities of the teacher are in a file, with rows for all samples."""
     import transformers
 
     monkeypatch.chdir(place)

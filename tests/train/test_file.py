@@ -120,7 +120,9 @@ TEXTS = {"run.yaml": RUN, "run.toml": TOML, "run.json": JSON}
         ("run.json", '"batch": 8', '"batch": ', "is not JSON: Expecting value: line 5, column 14"),
     ],
 )
-def test_errors_name_line_and_key(tmp_path: Path, name: str, before: str, after: str, expected: str) -> None:
+def test_training_file_errors_name_line_and_key(
+    tmp_path: Path, name: str, before: str, after: str, expected: str
+) -> None:
     assert before in TEXTS[name] and read_training_file(_write(tmp_path, TEXTS[name], name))
     with pytest.raises(ConfigError) as caught:
         read_training_file(_write(tmp_path, TEXTS[name].replace(before, after), name))

@@ -87,7 +87,7 @@ def test_a_deepspeed_section_keeps_other_options_of_the_file() -> None:
     assert _job(deepspeed={"compile": {"deepcompile": False}}, zero=2).options.zero.stage == 2
 
 
-def test_options_of_the_engine_reach_it_from_the_file() -> None:
+def test_training_files_set_every_engine_option() -> None:
     """Those that no other key of a file is named after."""
     given: dict[str, Any] = {
         "lr_scheduler": {"type": "WarmupLR", "warmup_num_steps": 3},

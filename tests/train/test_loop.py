@@ -181,7 +181,7 @@ def said_of_resuming(root: str, *changes: str) -> list[str]:
 
 
 def test_the_log_says_from_which_checkpoint_a_run_resumes(ranks: Any, place: Path) -> None:
-    """By auto, by its path and by its tag."""
+    """The checkpoint is given as auto, by its path and by its tag."""
     assert ranks(1, said_of_resuming, str(place), "name=two", "training.steps=2") == [[]]
     last = "runs/two/checkpoints/global_step2"
     for name, resume in (("other", last), ("two", "global_step2"), ("two", "auto")):

@@ -30,7 +30,7 @@ WIDTH, BATCH, STEPS = 4, 4, 16
 
 
 def test_the_spike_detector_follows_its_definition() -> None:
-    """Against numpy over the last values, on a random walk with jumps, values that are not finite among them."""
+    """numpy computes the definition over the last values of a random walk with jumps, nan and infinity."""
     draw = random.Random(3)
     detector = SpikeDetector(6.0, 10.0, 30)
     losses: list[float] = []
@@ -54,7 +54,7 @@ def test_the_spike_detector_follows_its_definition() -> None:
     assert 50 < found < 200 and len(detector.losses) == len(detector.norms) == 30
 
 
-def test_losses_that_stand_still_make_no_spike_of_noise() -> None:
+def test_noise_of_constant_losses_is_no_spike() -> None:
     detector = SpikeDetector(6.0, 10.0, 10)
     assert not any(detector.judge(2.0 + 1e-9 * step, None) for step in range(50))
     assert "the loss is 2.2, and the 10 steps before have a median of 2 and" in detector.judge(2.2, None)
@@ -228,7 +228,7 @@ def train_file(root: str, *changes: str) -> tuple[list[float], dict[str, Tensor]
     return [loss for loss, *_ in recorder.steps], recorder.steps[-1][2], run.engine.skipped_steps
 
 
-def test_a_file_resumes_with_its_window_from_a_uri(ranks: Any, tmp_path: Path) -> None:
+def test_a_run_resumes_its_spike_window_from_a_uri(ranks: Any, tmp_path: Path) -> None:
     """Almost every step is a spike: stopped after 4 steps and resumed on two ranks, it is one run."""
     folder(tmp_path, 40)
     (tmp_path / "run.yaml").write_text(FILE)
@@ -246,7 +246,7 @@ def test_a_file_resumes_with_its_window_from_a_uri(ranks: Any, tmp_path: Path) -
 def test_a_run_of_which_every_step_is_skipped_ends_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It "trained" to its end, and exited with 0."""
+    """Such a run "trained" to its end, and exited with 0."""
     folder(tmp_path, 40)
     (tmp_path / "run.yaml").write_text(FILE)
 

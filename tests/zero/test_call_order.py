@@ -85,7 +85,7 @@ def trained(sizes: Sequence[int], plan: Plan, how: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("size", "how"), [(1, "engine"), (2, "engine"), (2, "kept"), (4, "plain loop")])
-def test_replicas_may_run_other_units_in_each_step(ranks: Any, size: int, how: str) -> None:
+def test_replicas_may_run_different_units_in_each_step(ranks: Any, size: int, how: str) -> None:
     sizes = [8, 8, 1000, 3]  # messages and all-to-alls
     chosen = [[0, 1, 2, 3], [0, 1, 2, 3], [1], [2, 0], [], [3, 3, 1], [0, 1, 2, 3], [2, 2, 2]]
     plan = [[each] * size for each in chosen]
@@ -112,7 +112,7 @@ def refused(job: Any, *args: Any) -> str:
         ([8, 8], [[0, 0], [0]], ("gathers unit branches.0", "ends a backward pass")),
     ],
 )
-def test_replicas_that_run_other_units_stop_and_name_them(
+def test_replicas_that_run_different_units_are_refused_by_name(
     ranks: Any, sizes: list[int], last: list[list[int]], named: tuple[str, ...]
 ) -> None:
     everything = [list(range(len(sizes)))] * len(last)

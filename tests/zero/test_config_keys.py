@@ -114,7 +114,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def same(found: Any, wanted: tuple[dict[str, Tensor], dict[str, Tensor]], case: str) -> None:
+def require_equal(found: Any, wanted: tuple[dict[str, Tensor], dict[str, Tensor]], case: str) -> None:
     for mine, theirs in zip(found[:2], wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-13, msg=lambda text: f"{case}: {text}")
 
@@ -146,7 +146,7 @@ def test_zero_keys_change_bytes_sent_but_no_gradients(ranks: Any) -> None:
     }
     for found in ranks(REPLICAS, trained, (1, REPLICAS, 1), [(zero, {}) for zero in CASES.values()]):
         for case, one in zip(CASES, found, strict=True):
-            same(one, wanted, case)
+            require_equal(one, wanted, case)
             _, _, sent, formula, _ = one
             if case in sends:
                 scatter, gather, reduced, cast = sends[case]
@@ -166,13 +166,13 @@ def test_zero_keys_change_bytes_sent_but_no_gradients(ranks: Any) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_reducing_once_per_step_in_a_pipeline_equals_plain_pytorch(ranks: Any, schedule: str) -> None:
-    """Also with split backward passes; in bf16 the sum over microbatches is in fp32."""
+    """Split backward passes are included; in bf16 the sum over microbatches is in fp32."""
     wanted = reference()
     config = {"pipeline": {"schedule": schedule}}
     cases = [({**CASES[case]}, config) for case in ("2 once", "3 once", "3 kept once", "3 with whole biases")]
     for found in ranks(4, trained, (2, 2, 1), cases):
         for case, one in zip(cases, found, strict=True):
-            same(one, wanted, str(case))
+            require_equal(one, wanted, str(case))
 
 
 def events(zero: dict[str, Any]) -> list[str]:

@@ -175,7 +175,7 @@ def refusals(cases: list[Any]) -> list[str]:
     return [error_text(partial(job, *arguments), ConfigError) for job, *arguments in cases]
 
 
-def same(found: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> None:
+def require_equal(found: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -189,7 +189,7 @@ def test_foreign_optimizers_train_and_resume_as_plain_pytorch(ranks: Any, kind: 
     wanted = reference(make)
     for runs in ranks(2, every_way, make, RESUMES, range(4), tmp_path):
         for found in runs:
-            same(found, wanted)
+            require_equal(found, wanted)
 
 
 def last_layer_apart(engine: Any) -> list[dict[str, Any]]:
@@ -226,7 +226,7 @@ def test_a_parameter_group_of_one_stage_only_is_resumed(ranks: Any, tmp_path: Pa
     ranks(2, in_groups, 2, str(tmp_path / "a"), True)
     for pipe in (1, 2):
         for found in ranks(2, in_groups, pipe, str(tmp_path / "a"), False):
-            same([found], [wanted])
+            require_equal([found], [wanted])
 
 
 @pytest.mark.parametrize("kind", [*WHOLE, *MODEL], ids=lambda kind: kind.__name__)
@@ -237,7 +237,7 @@ def test_optimizers_of_whole_tensors_need_stage_0(ranks: Any, kind: Any, tmp_pat
     resumes: list[Resume] = [((0, 0), (0, 0)), ((0, 2 if whole else 1), (0, 1))]
     for runs in ranks(2, every_way, kind, resumes, range(1), tmp_path):
         for found in runs:
-            same(found, wanted)
+            require_equal(found, wanted)
     cases: list[Any] = [(new_engine, kind, stage, pipe) for stage in (1, 2, 3) for pipe in (0, 1)]
     cases += [(sharded, kind, stage) for stage in (1, 2, 3)] + [(new_engine, kind, 0, 2)] * (not whole)
     for texts in ranks(2, refusals, cases):
@@ -262,7 +262,7 @@ def test_random_updates_run_on_one_process_only(ranks: Any) -> None:
     torch.manual_seed(7)
     engine = new_engine(Draws, 0, 0)  # the trial leaves the generator as it was
     found = train(engine, range(STEPS))
-    same([found], wanted[1:])
+    require_equal([found], wanted[1:])
 
 
 class Once(Foreign):
@@ -279,7 +279,7 @@ class Once(Foreign):
 def test_an_optimizer_instance_keeps_its_settings() -> None:
     model = Plain()
     engine = triax.Engine(model, optimizer=Once(model.parameters(), sign=True), batch=BATCH)
-    same([train(engine, range(STEPS))], reference(partial(Once, sign=True))[1:])
+    require_equal([train(engine, range(STEPS))], reference(partial(Once, sign=True))[1:])
 
 
 def test_a_users_lr_schedule_keeps_the_optimizers_counters() -> None:
@@ -296,7 +296,7 @@ def test_a_users_lr_schedule_keeps_the_optimizers_counters() -> None:
         mean_loss(plain(x), y).backward()
         wanted.step()
         its.step()
-    same([train(engine, range(STEPS))], [dict(plain.named_parameters())])
+    require_equal([train(engine, range(STEPS))], [dict(plain.named_parameters())])
     assert engine.optimizer is not None and engine.optimizer.param_groups[0]["n"] == STEPS
 
 

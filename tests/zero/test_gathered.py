@@ -251,7 +251,7 @@ def read_by_numpy() -> list[dict[str, Tensor]]:
 
 
 def test_weights_may_be_read_by_numpy(ranks: Any) -> None:
-    """It fixes the size of their storage, and leaving `gathered` raised, as did every forward after it."""
+    """numpy fixes the size of a weight's storage: leaving `gathered` raised, as did every forward pass after it."""
     wanted = plainly(2)
     for found in ranks(2, read_by_numpy):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
@@ -375,7 +375,7 @@ def assigned(half: bool) -> None:
 
 @pytest.mark.parametrize("half", [False, True])
 def test_values_assigned_inside_gathered_are_kept(ranks: Any, half: bool) -> None:
-    """They were written to the gathered weights alone, and lost when these were released."""
+    """Assigned values were written to the gathered weights only, and lost when these were released."""
     ranks(2, assigned, half)
 
 
@@ -423,7 +423,7 @@ def states_with_more(sizes: dict[str, Any], stage: int, folder: str) -> list[dic
 
 @pytest.mark.parametrize(("sizes", "stage"), [({"data": 2}, 1), ({"data": 2}, 3), ({"tensor": 2}, 0)], ids=str)
 def test_state_dicts_have_the_modules_extra_state(ranks: Any, tmp_path: Any, sizes: Any, stage: int) -> None:
-    """They failed on a value that is no tensor."""
+    """State dicts failed on an extra state that is no tensor."""
     plain = counting()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     plain(torch.ones(4, WIDTH, dtype=torch.float64)).square().mean().backward()

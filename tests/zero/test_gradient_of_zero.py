@@ -83,5 +83,5 @@ def refused() -> str:
 
 
 def test_a_change_that_one_replica_skips_is_refused(ranks: Any) -> None:
-    """It sees None after the read, and another replica zeros."""
+    """The replica without a gradient sees None after the read, and the other replica sees zeros."""
     assert all("was changed differently on different replicas" in message for message in ranks(2, refused))

@@ -97,7 +97,7 @@ def optimizer_of(grid: Grid, passes: int, stage: int = 0) -> tuple[Any, nn.Seque
     return made, module
 
 
-def walk() -> list[str]:
+def wrong_transitions() -> list[str]:
     """Cause each event in each state; return the cells in which the next state is not the table's."""
     optimizer, _ = optimizer_of(Grid(timeout=60), passes=2)
     gradient = OneGradient(optimizer.backward_passes.data_axis.buckets[0])
@@ -114,7 +114,7 @@ def walk() -> list[str]:
 
 
 def test_each_event_in_each_state_leads_to_the_tables_state(ranks: Any) -> None:
-    assert ranks(2, walk) == [[], []]
+    assert ranks(2, wrong_transitions) == [[], []]
 
 
 ONES = torch.ones(5, 3, dtype=torch.float64)  # the gradient of the last bias is 5 in each pass

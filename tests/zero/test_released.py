@@ -171,7 +171,7 @@ def written(kind: str) -> str:
 
 @pytest.mark.parametrize(("kind", "name"), [("max_norm", "embedding.weight"), *((kind, "weight") for kind in WRITES)])
 def test_a_write_to_a_weight_in_the_forward_pass_is_refused(ranks: Any, kind: str, name: str) -> None:
-    """It was lost without a word when the weight was released."""
+    """Such a write was lost without an error when the weight was released."""
     for message in ranks(2, written, kind):
         assert f"{name} was written in place while its module ran" in message
         assert "within triax.zero.gathered(parameters, modifier_rank=0)" in message

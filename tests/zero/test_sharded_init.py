@@ -103,7 +103,7 @@ class Storages(TorchDispatchMode):
         self.now -= size
 
 
-def compare() -> tuple[int, int, int]:
+def compare_with_whole_model() -> tuple[int, int, int]:
     """Compare a model built in shards with one built whole; return bytes: held, the peak, and those of the whole."""
     grid = Grid()
     whole, drawn = build(width=128)
@@ -129,7 +129,7 @@ def compare() -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_model_built_in_shards_holds_its_share_of_bytes(ranks: Any, size: int) -> None:
-    for held, peak, whole in ranks(size, compare):
+    for held, peak, whole in ranks(size, compare_with_whole_model):
         assert whole / size <= held + 8 <= whole / size * 1.03  # the integer stays whole; shards are padded
         if size == 4:
             assert peak < 0.75 * whole, (held, peak, whole)

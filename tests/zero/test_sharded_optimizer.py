@@ -194,7 +194,7 @@ def odd_passes(stage: int) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_replicas_may_have_unlike_numbers_of_backward_passes(ranks: Any, stage: int) -> None:
+def test_replicas_may_skip_backward_passes_of_a_step(ranks: Any, stage: int) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wanted = []

@@ -170,7 +170,7 @@ def test_torchs_schedulers_drive_a_sharded_optimizer(which: int) -> None:
 
 
 def test_the_sharded_optimizers_loop_of_the_docs_runs(ranks: Any, tmp_path: Path) -> None:
-    """Under torchrun's environment, in processes that have torch already; torchrun itself is in the sweep."""
+    """It runs in torchrun's environment, in processes with torch imported; torchrun itself is an exhaustive test."""
     (tmp_path / "plain.py").write_text(block_of("zero.md", "# plain.py"))
     said = ranks(2, program, ["plain.py"], str(tmp_path), init_group=False)
     check_documented("".join(said), 2, tmp_path)

@@ -26,7 +26,7 @@ WIDTH, ROWS, STEPS = 256, 8, 3
 
 
 def test_stored_state_codes_equal_those_of_bitsandbytes() -> None:
-    """Except the lowest code: -1 for values of both signs, 1e-7 for squares."""
+    """The lowest code differs: -1 for values of both signs, 1e-7 for squares."""
     dynamic_map = pytest.importorskip("bitsandbytes.functional").create_dynamic_map
     for bits, signed, exponents in ((8, True, 7), (8, False, 7), (4, True, 3)):
         found, wanted = code_values(bits, signed), dynamic_map(signed, exponents, bits).unique()  # filled up with zeros

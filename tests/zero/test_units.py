@@ -233,7 +233,7 @@ def test_gradients_of_units_equal_torchs(ranks: Any, how: str) -> None:
 @pytest.mark.parametrize(
     "units", [[], ["transformer"], ["transformer", "transformer.h.*"], ["transformer.h.[024]", "transformer.h.3.mlp"]]
 )
-def test_any_choice_of_units_trains_the_same(ranks: Any, units: list[str]) -> None:
+def test_every_choice_of_units_trains_as_plain_pytorch(ranks: Any, units: list[str]) -> None:
     """Gathering the whole model, one submodule, units within one, and some blocks with a part of another."""
     wanted, weights = plain("", 2)
     for gradients, found, _, _ in ranks(2, sharded, "", units):
@@ -242,7 +242,7 @@ def test_any_choice_of_units_trains_the_same(ranks: Any, units: list[str]) -> No
 
 
 @pytest.mark.parametrize("how", ["", "penalty", "opaque"])
-def test_units_kept_gathered_train_the_same(ranks: Any, how: str) -> None:
+def test_units_kept_gathered_train_as_plain_pytorch(ranks: Any, how: str) -> None:
     wanted, _ = plain(how, 4)
     for gradients, _, most, sizes in ranks(4, sharded, how, None, keep=True):
         torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-13)

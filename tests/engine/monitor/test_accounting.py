@@ -156,7 +156,7 @@ def test_memory_of_each_stage_equals_the_formula(ranks: Any, replicas: int, kind
             assert report["held"] == {**wanted, "buffers": 0, "activations": None, "working": None}, stage
 
 
-def test_model_states_are_those_of_figure_1_of_the_zero_paper() -> None:
+def test_model_state_bytes_equal_figure_1_of_the_zero_paper() -> None:
     """Figure 1: 7.5 billion parameters, 64 replicas, Adam in fp16, gradients too."""
     table = [model_states(7.5e9, 64, stage, "fp16", "adam", gradients="fp16").total / 1e9 for stage in range(4)]
     assert [round(gigabytes, 1) for gigabytes in table] == [120.0, 31.4, 16.6, 1.9]
@@ -196,7 +196,7 @@ def gpt_report(replicas: int, stage: int) -> Any:
 
 
 @pytest.mark.parametrize("replicas", [2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
-def test_counted_bytes_of_a_gpt_are_the_formulas(ranks: Any, replicas: int) -> None:
+def test_counted_bytes_of_a_gpt_equal_the_formula(ranks: Any, replicas: int) -> None:
     """Bytes in fp16, for each stage, are equal up to the padding of parameters to 16 elements and of buckets."""
     for stage in range(4):
         for parameters, buckets, report in ranks(replicas, gpt_report, replicas, stage):
@@ -224,7 +224,7 @@ def saved_by_autograd() -> tuple[int, int]:
     return MICROBATCHES * (2 * LAYERS - 1) * 2 * WIDTH * 4, engine.memory_report()["held"]["activations"]
 
 
-def test_activations_are_what_autograd_saved() -> None:
+def test_counted_activations_equal_the_bytes_autograd_saved() -> None:
     by_hand, counted = saved_by_autograd()
     assert counted == by_hand
 

@@ -54,7 +54,7 @@ def step(made: Any) -> None:
 # --------------------------------------------------------------------------------------------------- formulas
 
 
-def test_bandwidths_are_those_of_nccls_tests() -> None:
+def test_bandwidths_equal_the_formulas_of_nccl_tests() -> None:
     """doc/PERFORMANCE.md: algbw = S / t; busbw = algbw times 2 (n - 1) / n, (n - 1) / n or 1."""
     gigabyte, half = 10**9, 0.5
     assert bandwidths("all_reduce", gigabyte, 4, half) == (16.0, 16.0 * 2 * 3 / 4)
@@ -63,7 +63,7 @@ def test_bandwidths_are_those_of_nccls_tests() -> None:
     assert bandwidths("broadcast", gigabyte, 4, half) == bandwidths("send", gigabyte, 2, half) == (16.0, 16.0)
 
 
-def test_the_table_has_a_line_for_each_size() -> None:
+def test_the_comms_table_has_a_line_for_each_message_size() -> None:
     taken = {
         LoggedCall("all_reduce", "data", (0, 1), 2048): [0.001, 0.003],
         LoggedCall("all_reduce", "data", (0, 1), 2**20): [0.01],
@@ -112,7 +112,7 @@ def counted(shape: tuple[int, int, int], stage: int, section: Any) -> Any:
 
 
 @pytest.mark.parametrize(("shape", "stage"), [((1, 2, 1), 1), ((1, 2, 1), 3), ((2, 2, 1), 2)])
-def test_every_call_is_counted_once(ranks: Any, shape: Any, stage: int) -> None:
+def test_comms_logger_counts_every_call_once(ranks: Any, shape: Any, stage: int) -> None:
     """The log has as many calls as the traffic report, whose bytes equal the papers' formulas, and the same sizes."""
     everyone = ranks(shape[0] * shape[1], counted, shape, stage, {"enabled": True})
     for rank, (calls, sent, text, same, printed) in enumerate(everyone):

@@ -27,7 +27,7 @@ from triax.train.learning_rate import LearningRate
 
 
 def test_self_times_of_nested_slices_follow_the_definition() -> None:
-    """Against the definition: what lies in a slice and in none that begins later within it."""
+    """The definition: the time that lies in a slice and in no slice that begins later within it."""
     draw = random.Random(0)
 
     def nest(start: int, end: int, depth: int) -> list[Slice]:
@@ -57,7 +57,7 @@ def skewed(skews: list[float], names: list[str]) -> tuple[list[Offset], list[Off
     return found, clock_offsets(grid)
 
 
-def test_different_clocks_are_found_within_the_stated_error(ranks: Any) -> None:
+def test_clock_offsets_are_found_within_the_stated_error(ranks: Any) -> None:
     skews, names = [0.0, 3.7, -120.25, 3.7], ["a", "b", "c", "b"]
     told = ranks(4, skewed, skews, names)
     assert all(each == told[0] for each in told)
@@ -104,7 +104,7 @@ def test_the_written_learning_rate_is_that_of_the_step(tmp_path: Path, pipelined
     assert rates[:3] == pytest.approx([1.0, 2.0, 3.0])
 
 
-def test_flops_are_counted_by_the_textbook() -> None:
+def test_flop_counter_equals_the_textbook() -> None:
     linear, image = nn.Linear(8, 16), nn.Conv2d(3, 4, 3, padding=1)
     with FlopCounter() as count:
         linear(torch.randn(5, 8))
@@ -126,7 +126,7 @@ def test_peak_flops_of_known_gpus_and_tokens_are_counted() -> None:
     ]
 
 
-def test_a_clock_that_is_set_back_takes_no_time_from_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_set_back_does_not_shorten_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of replicas was summed up as -980 s, and a run's duration lacked the steps around the change."""
     write = json_writer(tmp_path)
     write([("a", 1.0, 8)], 1)
@@ -178,7 +178,7 @@ def test_the_printed_speed_follows_the_batch_and_ignores_rewinds(
     assert speeds == ["", ", 10 samples/s", ", 10 samples/s", "", ", 10 samples/s"]
 
 
-def test_flops_are_those_of_training_passes_and_follow_the_batch(tmp_path: Path) -> None:
+def test_mfu_flops_count_training_passes_and_follow_the_batch(tmp_path: Path) -> None:
     engine: Any = triax.Engine(
         nn.Linear(64, 64),
         optimizer=partial(torch.optim.SGD, lr=0.0),

@@ -113,7 +113,7 @@ def run(request: pytest.FixtureRequest, folder: Path) -> tuple[list[dict[str, An
     return found, folder / ("1f1b" if request.param == "whole" else "zb-v")
 
 
-def test_recording_changes_no_loss_and_leaves_nothing_behind(run: tuple[list[dict[str, Any]], Path]) -> None:
+def test_recording_changes_no_loss_and_removes_its_readers(run: tuple[list[dict[str, Any]], Path]) -> None:
     for rank in run[0]:
         assert rank["losses"] == rank["unseen"] and len(set(rank["losses"])) == STEPS
         assert rank["read"] == (0, 0)
@@ -134,7 +134,7 @@ def test_the_parts_of_a_rank_add_up_to_its_step(run: tuple[list[dict[str, Any]],
 
 
 def test_the_bubble_equals_that_of_all_timelines(run: tuple[list[dict[str, Any]], Path]) -> None:
-    """Found by one small message of each rank, it equals what all the timelines say."""
+    """The bubble is computed from one small message of each rank; it equals that of all timelines together."""
     replicas = {(rank["bubble"], rank["reports"][TRACED - 1]["bubble"]) for rank in run[0]}
     assert all(mine == pytest.approx(whole, abs=1e-9) and 0 < whole < 1 for whole, mine in replicas)
 
@@ -278,7 +278,7 @@ def printed() -> str:
 
 
 def test_wall_clock_breakdown_prints_a_table_then_lines(ranks: Any) -> None:
-    """Once in 10 steps, as DeepSpeed does, where steps_per_print is not given; a table, then lines."""
+    """It prints once in 10 steps where steps_per_print is not given, as DeepSpeed does: first a table, then lines."""
     (said,) = ranks(1, printed)
     lines = re.findall(r"^step (20|30): ([\d.]+) ms a step, bubble [\d.]+%: (.*)$", said, re.MULTILINE)
     assert [step for step, _, _ in lines] == ["20", "30"]
@@ -363,7 +363,7 @@ def test_record_trace_traces_the_next_step(ranks: Any, tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_traces_the_step_of_this_process(tmp_path: Path) -> None:
-    """As the option says. A run that resumed behind this step of all steps had no trace."""
+    """The option counts the steps of this process: a run resumed behind that step of all steps had no trace."""
     file = tmp_path / "trace.json"
     made = engine(triax.Grid(), "1f1b", 0, timeline={"step": 2, "file": str(file)})
     made.global_steps = 100
@@ -400,7 +400,7 @@ def test_recomputation_is_not_counted_in_mfu_flops(ranks: Any, tmp_path: Path) -
 
 
 def test_the_docs_program_and_commands_work(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As typed, but in processes that have torch already."""
+    """They run as typed, but in processes that have imported torch already."""
     text = (DOCS / "monitoring.md").read_text()
     for name, source in programs(text).items():
         (tmp_path / name).write_text(source)

@@ -319,7 +319,7 @@ def test_entries_of_stages_and_shards_merge_into_one_model() -> None:
     assert {c.name: (c.params, c.flops, c.seconds) for c in root.children} == {"a": (2, 16, 0.5), "b": (3, 8, 2.0)}
 
 
-def test_numbers_are_written_as_people_read_them() -> None:
+def test_profiler_numbers_have_readable_units() -> None:
     assert [units.count(n) for n in (0, 12, 999, 1000, 1.5e9)] == ["0", "12", "999", "1.00 K", "1.50 G"]
     assert (
         units.count(2e12, "FLOPS") == "2.00 TFLOPS" and units.rate(10, None) == "-" and units.rate(10, 2) == "5 FLOPS"

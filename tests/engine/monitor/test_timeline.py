@@ -238,7 +238,7 @@ def called(file: str) -> None:
 
 
 def test_a_closed_timeline_recorder_writes_nothing(tmp_path: Path) -> None:
-    """Nor into another file, which has got the number of the one that was closed."""
+    """It does not write into another file either that got the file number of the closed one."""
     recorder, spans = TimelineRecorder(tmp_path, 0, "rank 0"), Spans()
     spans.read(recorder)
     late = spans("step", "late")

@@ -218,7 +218,7 @@ def sharded(stage: int, zero: dict[str, Any]) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("make", [Lion, UncorrectedAdam])
 def test_lion_and_adam_step_complex_numbers_as_their_real_parts(make: Any) -> None:
-    """As torch's do. Lion failed, and Adam took the square of a complex gradient for its second moment."""
+    """Lion failed, and Adam used the square of a complex gradient as its second moment."""
     whole = nn.Parameter(torch.randn(5, dtype=torch.complex128))
     parts = nn.Parameter(torch.view_as_real(whole.detach()).clone())
     optimizers = make([whole], lr=0.1, weight_decay=0.1), make([parts], lr=0.1, weight_decay=0.1)

@@ -196,7 +196,7 @@ SWEEP = [pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES if n
 
 @pytest.mark.parametrize("name", ["dapo", *SWEEP])
 def test_grpo_losses_metrics_and_weights_equal_trl(ranks: Any, tmp_path: Path, name: str) -> None:
-    """On one process and on grids."""
+    """The runs are on one process and on grids."""
     folder = tmp_path
     first_model(str(folder))
     (run,) = ranks(1, trained, str(folder), name, Place({}), timeout=120)
@@ -278,7 +278,7 @@ def test_grpo_losses_and_gradients_follow_the_equations(kind: Any, level: Any) -
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_nan_at_ignored_labels_changes_no_grpo_loss(value: float) -> None:
-    """They made the loss NaN, because NaN times 0 is NaN."""
+    """Such values made the loss NaN, because NaN times 0 is NaN."""
     torch.manual_seed(2)
     data, found = labels_of(6, 8), []
     aside = data["labels"] == -100

@@ -94,7 +94,7 @@ def trained(folder: str, steps: int, place: Place) -> tuple[list[list[float]], d
 
 
 @STEPS
-def test_reward_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, steps: int) -> None:
+def test_reward_losses_and_weights_equal_trls(ranks: Any, tmp_path: Path, steps: int) -> None:
     (rows,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300)
     wanted = [[row[name] for name in ("loss", *METRICS)] for row in rows]
     assert len(wanted) == steps and 0 < sum(row[2] for row in wanted) < steps

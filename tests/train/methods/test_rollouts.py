@@ -319,7 +319,7 @@ def test_rollouts_refuse_mistakes() -> None:
         sampler.generate(PROMPTS, 2, temperature=0, logprobs="tempered")
 
 
-def test_tempered_log_probabilities_are_those_of_the_divided_logits() -> None:
+def test_log_probs_at_a_temperature_are_of_divided_logits() -> None:
     engine = engine_of(Grid())
     sampler = triax.init_inference(engine, max_batch=3)
     for done in sampler.generate(PROMPTS, 5, temperature=0.6, logprobs="tempered"):
