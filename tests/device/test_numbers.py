@@ -66,7 +66,7 @@ def test_a_plain_module_trains_as_on_the_cpu(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("recompute", [{"interval": 1}, {"interval": 2}, {"granularity": "selective"}])
-def test_recomputed_layers_have_the_same_gradients(device: torch.device, recompute: dict[str, Any]) -> None:
+def test_recomputed_layers_on_the_device_have_equal_gradients(device: torch.device, recompute: dict[str, Any]) -> None:
     plain = train_gpt(triax.Grid(device=device), "float64", dropout=0.2)
     found = train_gpt(triax.Grid(device=device), "float64", dropout=0.2, activation_checkpointing=recompute)
     assert furthest(found.gradients, plain.gradients) < 1e-12

@@ -150,7 +150,7 @@ def dropped(grid: tuple[int, int, int]) -> list[tuple[float, dict[str, Tensor]]]
     return [(made.train_batch(data).item(), made.gather("gradients")) for _ in range(3)]
 
 
-def test_dropout_is_the_same_on_every_grid(ranks: Any) -> None:
+def test_dropout_masks_are_equal_on_every_grid(ranks: Any) -> None:
     wanted = dropped((1, 1, 1))
     assert wanted[0][1]["layers.0.weight"].abs().sum() > 0
     for grid in ((4, 1, 1), (1, 4, 1), (2, 2, 1), (1, 1, 4)):

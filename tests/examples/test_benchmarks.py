@@ -74,7 +74,7 @@ def test_the_checkpoint_benchmark_measures_the_main_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_tensor_compares_and_counts() -> None:
+def test_the_tensor_benchmark_times_and_counts_bytes() -> None:
     args = ("--models", "smoke", "--ranks", "2", "--rounds", "2", "--json")
     # Gradients were those of one process, or it would have failed.
     (rows,) = json.loads(run("tensor.py", *args))["results"].values()
@@ -87,7 +87,7 @@ def test_tensor_compares_and_counts() -> None:
 
 
 @pytest.mark.exhaustive
-def test_context_compares_and_counts() -> None:
+def test_the_context_benchmark_times_and_counts_scores() -> None:
     args = ("--models", "smoke", "--ranks", "2", "--rounds", "2", "--json")
     # Gradients were those of one process, or it would have failed.
     (rows,) = json.loads(run("context.py", *args))["results"].values()
@@ -108,7 +108,7 @@ def test_context_compares_and_counts() -> None:
 
 
 @pytest.mark.exhaustive
-def test_moe_compares_and_counts() -> None:
+def test_the_moe_benchmark_times_and_counts_bytes() -> None:
     args = ("--models", "smoke", "--ranks", "2", "--rounds", "2", "--json")
     # Gradients were those of one process, or it would have failed.
     (rows,) = json.loads(run("moe.py", *args))["results"].values()

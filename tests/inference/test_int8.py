@@ -67,7 +67,7 @@ GRIDS = [(1, 1, 2), *(pytest.param(each, marks=pytest.mark.exhaustive) for each 
 
 
 @pytest.mark.parametrize("sizes", GRIDS, ids=lambda s: "x".join(map(str, s)))
-def test_every_grid_of_int8_weights_generates_the_same_tokens(ranks: Any, sizes: tuple[int, int, int]) -> None:
+def test_int8_weights_generate_equal_tokens_on_every_grid(ranks: Any, sizes: tuple[int, int, int]) -> None:
     wanted = on_grid((1, 1, 1))
     for result in ranks(math.prod(sizes), on_grid, sizes, timeout=120):
         for name, want in wanted.items():

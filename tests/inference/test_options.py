@@ -247,7 +247,7 @@ def test_stop_strings_end_at_whole_utf8_characters() -> None:
         ([[1]], {"logits_processor": ["x"]}, "logits_processor has 'x'. Give functions of"),
     ],
 )
-def test_generation_options_that_cannot_be_are_refused(tokens: Any, options: dict[str, Any], message: str) -> None:
+def test_impossible_generation_options_are_refused(tokens: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine().generate(tokens, 2, **options)
 

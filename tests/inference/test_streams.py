@@ -280,7 +280,7 @@ def test_prompts_are_split_evenly_over_groups() -> None:
         ([[1]], {"top_p": 1.5}, r"top_p is 1.5. Give a probability in \(0, 1\]"),
     ],
 )  # fmt: skip
-def test_streams_refuse_options_that_cannot_be(tokens: Any, options: dict[str, Any], message: str) -> None:
+def test_streams_refuse_impossible_options(tokens: Any, options: dict[str, Any], message: str) -> None:
     engine = init_inference(model(GPT))
     with pytest.raises(ValueError, match=message):
         engine.generate(tokens, **{"max_new_tokens": 2, **options})

@@ -169,7 +169,7 @@ def reentrant_on_replicas() -> dict[tuple[str, int, bool], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_reentrant_checkpoints_in_a_plain_module(ranks: Any, size: int) -> None:
+def test_reentrant_checkpoints_have_the_gradients_of_plain_pytorch(ranks: Any, size: int) -> None:
     """The backward pass of a checkpoint was taken for one of the engine: "the last backward pass failed half way"."""
     wanted = {}
     for how in REENTRANT:

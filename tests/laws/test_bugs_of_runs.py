@@ -355,7 +355,7 @@ def waits() -> str:
     return str(error.value)
 
 
-def test_the_time_limit_holds_for_messages_between_stages(ranks: Any) -> None:
+def test_messages_between_stages_obey_the_time_limit(ranks: Any) -> None:
     """The mesh's groups had torch's half hour, and a limit that was set later did not hold for them."""
     assert "Timed out waiting 1000ms" in ranks(4, waits, timeout=30)[0]
 

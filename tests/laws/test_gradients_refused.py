@@ -203,5 +203,5 @@ def test_gradient_changes_act_or_are_refused_on_two_ranks(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize(("stage", "how"), [(0, "noise"), (1, "noise"), (0, "dropped"), (2, "assigned")])
-def test_changes_that_replicas_make_differently_are_refused(ranks: Any, stage: int, how: str) -> None:
+def test_gradients_changed_differently_by_replicas_are_refused(ranks: Any, stage: int, how: str) -> None:
     ranks(2, replicas_differ, stage, how)

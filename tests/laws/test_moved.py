@@ -68,5 +68,5 @@ assert line_chart is triax.engine.monitor.report.svg.line_chart and methods is t
 """
 
 
-def test_a_moved_module_is_the_same_under_both_names() -> None:
+def test_a_moved_module_is_one_object_under_both_names() -> None:
     subprocess.run([sys.executable, "-c", OLDER_MODULES], check=True)

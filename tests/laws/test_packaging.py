@@ -94,7 +94,7 @@ def test_wheel_has_only_the_files_of_the_library(wheel: Path) -> None:
 
 
 def test_the_wheel_writes_recipes_and_projects(unpacked: Path, tmp_path: Path) -> None:
-    """The packages of this environment and the unpacked wheel, without a checkout; printed pages exist too."""
+    """It runs from the unpacked wheel, without a checkout; the help names pages of docs that the wheel has."""
     for words in (("recipe", "llama3-8b-8gpus"), ("new", "first")):
         done = run(sys.executable, "-m", "triax.cli.main", *words, cwd=tmp_path, PYTHONPATH=str(unpacked))
         assert done.returncode == 0, done.stderr

@@ -106,7 +106,7 @@ def test_a_hub_revision_opens_its_own_snapshot(llama: Any, cache: Path) -> None:
     assert local_folder(f"{ID}@refs/pr/1") == other != main == local_folder(ID)
 
 
-def test_commands_and_training_take_an_id(tmp_path: Path, llama: Any, cache: Path) -> None:
+def test_commands_and_training_files_take_a_hub_id(tmp_path: Path, llama: Any, cache: Path) -> None:
     folder, _ = llama
     snapshot = fill(cache, ID, folder)
     assert config_from_hf(ID) == config_from_hf(folder) == model_of(ID)[0]
@@ -125,7 +125,7 @@ def test_commands_and_training_take_an_id(tmp_path: Path, llama: Any, cache: Pat
     assert job.model == config_from_hf(folder)
 
 
-def test_a_tokenizer_opens_by_the_hubs_id(tmp_path: Path, llama: Any, cache: Path) -> None:
+def test_a_tokenizer_opens_by_its_hub_id(tmp_path: Path, llama: Any, cache: Path) -> None:
     fill(cache, ID, llama[0])
     ours, theirs = open_tokenizer(ID), open_tokenizer(llama[0])
     assert ours.facts.fingerprint == theirs.facts.fingerprint and ours.facts.name == ID

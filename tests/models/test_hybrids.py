@@ -234,7 +234,7 @@ def test_hybrid_configurations_count_parameters_and_are_rebuilt(name: str) -> No
     assert config_from_fields("DecoderConfig", asdict(config)) == config
 
 
-def test_hybrid_configurations_that_cannot_be_are_refused() -> None:
+def test_impossible_hybrid_configurations_are_refused() -> None:
     with pytest.raises(ValueError, match="linear_attention is None, but layer_types has 2 blocks"):
         replace(DELTA, linear_attention=None)
     with pytest.raises(ValueError, match="but layer_types has 0 blocks"):

@@ -121,7 +121,7 @@ SWEEP = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in LORA + WI
 
 
 @pytest.mark.parametrize(("steps", "sizes", "case", "form", "lora", "options"), [*QUICK, *SWEEP])
-def test_a_run_equals_pefts_on_one_process(
+def test_lora_runs_equal_peft_on_one_process(
     ranks: Callable[..., list[Any]],
     tmp_path: Path,
     steps: int,
@@ -180,7 +180,7 @@ def parallelized(folder: Path, sizes: Sizes, lora: dict[str, Any], stage: int) -
 @pytest.mark.parametrize(
     ("case", "tensor", "data", "stage"), [("gpt2", 2, 1, 1), ("llama", 2, 2, 3), ("qwen2", 4, 1, 2)]
 )
-def test_a_parallelized_model_equals_pefts(
+def test_parallelized_lora_models_equal_peft(
     ranks: Any, tmp_path: Path, case: str, tensor: int, data: int, stage: int
 ) -> None:
     folder = saved(tmp_path / "model", case)

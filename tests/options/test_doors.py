@@ -214,7 +214,7 @@ def test_options_of_keeps_every_key_of_a_configuration() -> None:
     assert not lost, "\n".join(lost)
 
 
-def test_each_option_has_a_key() -> None:
+def test_each_engine_option_has_a_configuration_key() -> None:
     known = {key for key, _ in keys()} | {key.rpartition(".")[0] for key, _ in keys()}
     missing = {path: key_of(path) for path, _, _ in walk(EngineOptions) if key_of(path) not in known}
     # Options that several keys set, or that Python alone has.

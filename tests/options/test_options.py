@@ -133,7 +133,7 @@ def test_notes_say_which_options_have_no_effect(options: dict[str, Any], note: s
     assert found.spelled().startswith(note) or note in found.spelled()
 
 
-def test_the_first_loss_scale_is_its_power_or_the_fixed_one() -> None:
+def test_the_first_loss_scale_is_2_to_its_power_or_the_fixed_one() -> None:
     assert LossScale().first == 2.0**16 and LossScale(fixed=128).first == 128.0
     assert Precision(autocast="fp16").scaled and not Precision(autocast="bf16").scaled
 

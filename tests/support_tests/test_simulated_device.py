@@ -236,7 +236,7 @@ def engine_with(what: str) -> tuple[list[str], list[str]]:
             setattr(owner, name, function)
 
 
-def test_faults_on_record_name_the_line(ranks: Any) -> None:
+def test_recorded_faults_name_the_line(ranks: Any) -> None:
     found = {
         what: ranks(2, engine_with, what, init_group=False, new_processes=True)
         for what in ("nothing", "a message is changed", "a message is dropped", "item")

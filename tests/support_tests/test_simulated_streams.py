@@ -215,6 +215,6 @@ def test_an_engine_in_a_users_stream_needs_a_wait(ranks: Any) -> None:
         (copy_without_wait, "stream 2 reads what stream 1 writes", "writes at pipe/microbatches.py:"),
     ],
 )
-def test_a_fault_of_streams_in_the_engine_is_on_record(ranks: Any, plant: Any, words: str, line: str) -> None:
+def test_a_stream_fault_in_the_engine_is_recorded(ranks: Any, plant: Any, words: str, line: str) -> None:
     for faults in ranks(2, trained, True, plant, init_group=False, new_processes=True):
         assert any(words in fault and line in fault for fault in faults), faults

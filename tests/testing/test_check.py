@@ -263,7 +263,7 @@ def typed(folder: Path, *words: str, line: str = "", dtype: str = "float64") -> 
     return run_triax("check", f"{file}:build", *words, columns=200)
 
 
-def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
+def test_triax_check_prints_a_table_and_json(tmp_path: Path) -> None:
     code, text = typed(tmp_path, "--axes", "pipe", "--json")
     found = json.loads(text)
     assert code == 0 and found["holds"]
@@ -314,7 +314,7 @@ class Own(nn.Module):
 """
 
 
-def test_the_command_names_gradients_that_are_missing_or_not_deferred(tmp_path: Path) -> None:
+def test_triax_check_names_missing_and_undeferred_gradients(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     script = SCRIPT.format(line="layers.append(triax.LayerSpec(Own, 4))", dtype="float64")
     file.write_text(script.replace("def build", OWN_LAYER + "def build"))
@@ -361,7 +361,7 @@ def test_triax_check_dry_says_if_a_grid_is_possible(tmp_path: Path) -> None:
     assert code == 2 and "--dry has 'pip=4': give axes and sizes" in text
 
 
-def test_training_files_and_hugging_face_folders_are_targets(tmp_path: Path) -> None:
+def test_triax_check_takes_training_files_and_model_folders(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16}
     heads = {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}

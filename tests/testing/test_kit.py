@@ -272,7 +272,7 @@ def sent(size: int) -> list[dict[str, float]]:
     return found
 
 
-def test_bytes_of_collectives_are_counted(ranks: Any) -> None:
+def test_count_bytes_counts_the_bytes_of_collectives(ranks: Any) -> None:
     for found in ranks(4, sent, 16):
         assert found == [{"data": 8 * 16}, {"tensor": 8 * 16}, {"world": 2 * 3 / 4 * 8 * 16}]
 

@@ -119,7 +119,7 @@ def test_masters_change_only_for_parameters_written_in_gathered(ranks: Any, stag
     ranks(2, mastered, stage)
 
 
-def test_a_parameter_of_another_tree_is_refused() -> None:
+def test_gathered_refuses_parameters_without_an_engine() -> None:
     made = engine(Grid(), 3)
     with (
         pytest.raises(ValueError, match=r"parameter 1 of \(6,\) belongs to no engine"),
@@ -343,7 +343,7 @@ def scripts_of_deepspeed(how: str) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("how", ["module", "pipeline", "plain loop"])
-def test_a_model_saved_as_scripts_for_deepspeed_do_is_whole(ranks: Any, how: str) -> None:
+def test_models_saved_as_in_deepspeed_scripts_are_whole(ranks: Any, how: str) -> None:
     """`module.state_dict()` in stage 3 gave NaN without a word, and so did a script that asks for `ds_id`."""
     for whole, *others in ranks(2, scripts_of_deepspeed, how):
         if how != "pipeline":

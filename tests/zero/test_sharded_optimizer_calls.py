@@ -178,7 +178,7 @@ def test_the_sharded_optimizers_loop_of_the_docs_runs(ranks: Any, tmp_path: Path
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_documented_loop_as_launched(processes: int, tmp_path: Path) -> None:
+def test_the_documented_loop_runs_alone_and_under_torchrun(processes: int, tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(block_of("zero.md", "# plain.py"))
     python = [sys.executable] if processes == 1 else [str(Path(sys.executable).parent / "torchrun")]
     options = [] if processes == 1 else ["--standalone", "--nproc-per-node", str(processes)]
@@ -197,7 +197,7 @@ def check_documented(said: str, processes: int, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("optimizer-*.pt"))) == processes
 
 
-def test_the_documented_lending_of_weights_runs() -> None:
+def test_the_documented_program_of_gathered_runs() -> None:
     grid = Grid()
     layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     made = PipelineModule(layers, grid=grid, loss_fn=lambda o, y: (o - y).square().mean())

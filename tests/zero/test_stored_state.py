@@ -36,7 +36,7 @@ def test_stored_state_codes_equal_those_of_bitsandbytes() -> None:
 
 @pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("int4", 4)])
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
-def test_state_is_read_as_the_nearest_coded_values(kind: str, bits: int, key: str) -> None:
+def test_stored_state_is_rounded_to_the_nearest_code(kind: str, bits: int, key: str) -> None:
     signed = key == "exp_avg"
     x = torch.randn(10 * BLOCK, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     x = x * torch.logspace(-8, 3, 10 * BLOCK, dtype=torch.float64)
@@ -116,7 +116,7 @@ CELLS: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
-def test_every_grid_and_stage_has_the_bits_of_one_process(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_stored_state_is_bitwise_equal_on_every_grid_and_stage(ranks: Any, tmp_path: Path, kind: str) -> None:
     """Weights and state, in each cell from the start, and after a checkpoint of one process."""
     alone, on_four, later = tmp_path / "alone", tmp_path / "four", tmp_path / "later"
     trained(alone, [(1, kind, {})])

@@ -235,7 +235,7 @@ def test_weights_loaded_into_a_module_are_stepped_and_saved(ranks: Any, tmp_path
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_writes_that_replicas_make_differently_are_refused(ranks: Any, stage: int) -> None:
+def test_weights_written_differently_by_replicas_are_refused(ranks: Any, stage: int) -> None:
     for message in ranks(2, refused, stage, "max_norm"):
         assert "embedding.weight was written in place, and differently on different replicas" in message
     for message in ranks(2, refused, stage, "data"):

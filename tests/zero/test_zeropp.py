@@ -274,7 +274,7 @@ def test_zeropp_steps_equal_one_process_that_quantizes(ranks: Any, shape: Any, c
                 assert not torch.equal(seen["0"], got["layers.0.linear.weight"])
 
 
-def test_secondary_shards_change_no_bit(ranks: Any) -> None:
+def test_secondary_shards_change_no_weight_or_gradient(ranks: Any) -> None:
     """hpZ alone changes no number, also with all layers recomputed."""
     again = {"activation_checkpointing": {"interval": 1}}
     cases = [(PLAIN, {}), ({**PLAIN, HPZ: 2}, {}), ({**PLAIN, HPZ: 4}, {}), (PLAIN, again), ({**PLAIN, HPZ: 2}, again)]

@@ -120,7 +120,7 @@ def test_recording_changes_no_loss_and_removes_its_readers(run: tuple[list[dict[
     assert not any(rank["observed"] for rank in run[0])
 
 
-def test_the_parts_of_a_rank_add_up_to_its_step(run: tuple[list[dict[str, Any]], Path]) -> None:
+def test_time_parts_of_a_rank_add_up_to_its_step(run: tuple[list[dict[str, Any]], Path]) -> None:
     for rank in run[0]:
         for number, report in enumerate(rank["reports"], 1):
             parts = {axis: row for axis, row in report.items() if isinstance(row, dict)}
@@ -258,7 +258,7 @@ def test_monitors_write_every_number_of_each_step(run: tuple[list[dict[str, Any]
     assert rows[-1] == {"step": STEPS, "samples": STEPS * batch, "time": rows[-1]["time"], "Validation/loss": 1.5}
 
 
-def test_the_runs_record_has_every_ranks_reports(run: tuple[list[dict[str, Any]], Path]) -> None:
+def test_run_json_has_the_reports_of_every_rank(run: tuple[list[dict[str, Any]], Path]) -> None:
     record = json.loads((run[1] / "run.json").read_text())
     assert record["grid"] == {"pipe": 2, "data": 2, "tensor": len(run[0]) // 4}
     assert record["parameters"] == MODEL.parameter_count and record["after_steps"] == TRACED
@@ -373,7 +373,7 @@ def test_a_resumed_run_traces_the_step_of_this_process(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["otherData"]["step"] == 102
 
 
-def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+def test_unwritable_timeline_and_profile_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"the timeline .* cannot be written"):
         engine(triax.Grid(), "1f1b", 0, timeline={"step": 1, "file": f"{tmp_path}/file/trace.json"})

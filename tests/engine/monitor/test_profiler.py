@@ -168,7 +168,7 @@ def test_get_model_profile_takes_shapes_kwargs_and_generate() -> None:
             get_model_profile(nn.Linear(3, 3), **wrong)
 
 
-def test_a_failing_module_leaves_the_counts_of_the_others() -> None:
+def test_a_failing_module_does_not_change_the_counts_of_others() -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise ValueError("no")

@@ -451,7 +451,7 @@ def test_report_server_shows_new_steps_to_localhost_only(tmp_path: Path, capfd: 
         assert said in run_triax("report", folder, *words)[1]
 
 
-def test_the_page_and_the_picture_show_one_step_and_one_simulation(tmp_path: Path) -> None:
+def test_the_report_shows_the_measured_step_and_its_simulation(tmp_path: Path) -> None:
     """Colors are those of triax schedule, a rank's later stages lighter; waits end with the last op."""
     folder = write(tmp_path / "run")
     made = trace("interleaved")

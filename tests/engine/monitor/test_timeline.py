@@ -337,7 +337,7 @@ def test_horovods_example_writes_a_timeline_under_triax_run(tmp_path: Path) -> N
 
 
 @pytest.mark.exhaustive
-def test_horovods_example_under_torchrun(tmp_path: Path) -> None:
+def test_horovods_example_trains_under_torchrun(tmp_path: Path) -> None:
     launched(tmp_path, str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2")
 
 

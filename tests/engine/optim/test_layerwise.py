@@ -313,7 +313,7 @@ def test_lamb_and_muon_resume_on_another_grid(ranks: Any, kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (5, 5)])
-def test_muon_in_bfloat16_is_torchs_bit_by_bit(shape: tuple[int, int]) -> None:
+def test_muon_in_bfloat16_equals_torchs_bitwise(shape: tuple[int, int]) -> None:
     start, gradient = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     mine, its = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     for optimizer in (Muon([mine], lr=0.1, weight_decay=0.1), torch.optim.Muon([its], lr=0.1, weight_decay=0.1)):

@@ -240,7 +240,7 @@ def test_lion_and_adam_follow_their_formulas_when_sharded(ranks: Any, stage: int
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Adam", "Rprop", "OneBitAdam", "Muon", "Lamb"])
-def test_a_resolved_optimizer_is_accepted_again(name: str) -> None:
+def test_a_resolved_configuration_is_read_again_unchanged(name: str) -> None:
     """Adafactor's default eps, (None, 0.001), was refused as no list of two numbers."""
     config = read_config({"train_batch_size": 4, "optimizer": {"type": name}})
     sizes = batch_sizes(config, 1)

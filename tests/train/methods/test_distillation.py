@@ -130,7 +130,7 @@ def trained(
 
 @STEPS
 @pytest.mark.parametrize("kind", ["reverse", pytest.param("jsd", marks=pytest.mark.exhaustive)])
-def test_distillation_has_trls_losses_and_weights(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
+def test_distillation_losses_and_weights_equal_trls(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
     loss, options = LOSSES[kind]
     (wanted,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300, **options)
     assert len(wanted) == len({*map(tuple, wanted)}) == steps
@@ -140,7 +140,7 @@ def test_distillation_has_trls_losses_and_weights(ranks: Any, tmp_path: Path, ki
 
 @STEPS
 @pytest.mark.parametrize(("top_k", "temperature", "hard"), [(K, 1.5, 0.0), (None, 2.0, 0.5)])
-def test_distillation_has_the_equations_losses_and_weights(
+def test_distillation_losses_and_weights_follow_the_equations(
     ranks: Any, tmp_path: Path, top_k: int | None, temperature: float, hard: float, steps: int
 ) -> None:
     loss = {"kind": "forward", "temperature": temperature, "hard": hard}

@@ -129,7 +129,7 @@ def scores_of(folder: str, ids: Tensor) -> Tensor:
         ("Mixtral", {"num_local_experts": 2, "experts_implementation": "eager"}),
     ],
 )
-def test_transformers_folders_are_read_and_written(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+def test_reward_models_of_transformers_load_and_save(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
     import transformers
 
     torch.manual_seed(0)
