@@ -1,4 +1,4 @@
-"""The checksum of a tensor's bits: each change of one element, and each exchange of two, changes it."""
+"""The checksum of a tensor's bits: changing one element or swapping two changes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each private name of torch that triax uses does what triax relies on, and stands in base/torch_private.py alone."""
+"""Private names of torch that triax uses: each acts as expected, and is used only in base/torch_private.py."""
 
 from __future__ import annotations
 

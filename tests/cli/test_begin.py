@@ -1,4 +1,4 @@
-"""What a new user types first: ``triax demo``, ``triax new``, ``triax recipe``."""
+"""The first commands of a new user: ``triax demo``, ``triax new``, ``triax recipe``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``triax schedule cuts`` and ``triax plan --layer-costs``: costs of layers to cuts that a training file takes."""
+"""``triax schedule cuts`` and ``triax plan --layer-costs``: from costs of layers to cuts for a training file."""
 
 from __future__ import annotations
 

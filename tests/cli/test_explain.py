@@ -1,4 +1,4 @@
-"""``triax train --explain``: bytes against counted ones, stages against modules, recipes of 8 and 64 GPUs."""
+"""``triax train --explain``: bytes against the memory report, stages against modules, recipes of 8 and 64 GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verbs that may be left out, flags that became verbs, mistakes that are one line, and completion in a shell."""
+"""Commands without their first verb, flags that became verbs, one-line mistakes, and completion in a shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts with answers: the tokens, and the tokens that count, are those of TRL's trainers."""
+"""Prompts with answers: tokens and labels equal those of TRL's trainers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations: tokens by the chat template, and loss on the assistant's tokens only, as transformers itself says."""
+"""Conversations: tokens by the chat template, and labels only on the assistant's tokens, as in transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged files of tokens, sources, records and places: each is refused by one line, or its numbers are unchanged.
+"""Damaged files of tokens, sources, records and loader states: a one-line error, or unchanged numbers.
 
 A random damage is a function of its number: `damage(7, path)` is the same again.
 """

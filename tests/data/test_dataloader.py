@@ -220,7 +220,7 @@ def part(sizes: tuple[int, int, int], start: Halt | None, steps: int) -> tuple[l
 
 @pytest.mark.parametrize("sizes", [[(1, 1, 1), (4, 1, 1), (2, 2, 1)], [(2, 2, 1), (1, 4, 1), (1, 1, 1)]])
 def test_a_run_resumes_within_an_epoch_on_another_grid(ranks: Any, sizes: Any) -> None:
-    [(whole, (weights, end))] = ranks(1, part, (1, 1, 1), None, 9)
+    [(whole, (weights, end))] = ranks(1, part, (1, 1, 1), start=None, steps=9)
     losses: list[float] = []
     halt: Any = None
     for grid in sizes:
@@ -287,5 +287,5 @@ def warned_of_equal_rows(kind: str, axes: dict[str, Any], same: bool) -> list[st
 def test_replicas_on_the_same_rows_are_warned_of(ranks: Any, kind: str, axes: dict[str, int]) -> None:
     """With a plain DataLoader every replica computed the same gradient, without a warning. Tensor ranks must do so."""
     size = math.prod(axes.values())
-    assert sum(map(len, ranks(size, warned_of_equal_rows, kind, axes, True))) == 1
-    assert not any(ranks(size, warned_of_equal_rows, kind, axes, False))
+    assert sum(map(len, ranks(size, warned_of_equal_rows, kind, axes, same=True))) == 1
+    assert not any(ranks(size, warned_of_equal_rows, kind, axes, same=False))

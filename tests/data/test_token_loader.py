@@ -320,7 +320,7 @@ def part(tokens: str, sizes: tuple[int, int, int], saved: str, resume: bool, ste
 
 def test_a_run_resumes_its_data_on_another_grid(ranks: Any, tokens: Path, tmp_path: Path) -> None:
     """The place is in the checkpoint, so the losses are those of a run that was never stopped."""
-    [(whole, end)] = ranks(1, part, str(tokens), (1, 1, 1), str(tmp_path / "whole"), False, 4)
+    [(whole, end)] = ranks(1, part, str(tokens), (1, 1, 1), str(tmp_path / "whole"), resume=False, steps=4)
     losses: list[float] = []
     for sizes in [(2, 2, 1), (1, 1, 2)]:
         count = sizes[0] * sizes[1] * sizes[2]

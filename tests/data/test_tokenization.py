@@ -1,4 +1,4 @@
-"""Text made into tokens: every format, resumed runs, bad input named with its line, and the command."""
+"""Tokenizing text: every format, resumed runs, wrong input named with its line, and the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step on the device: no wait of the host, memory by the allocator, offload, copies for checkpoints, the timeline."""
+"""A step on the device: waits of the host, memory by the allocator, offload, checkpoints, the timeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled layers: gradients and steps of the uncompiled engine and of one process, and graphs that do run.
+"""Compiled layers: gradients and steps equal those of uncompiled layers and of one process, and graphs are run.
 
 The backend is aot_eager, which traces and differentiates graphs as inductor does, and compiles no kernels.
 """
@@ -245,7 +245,7 @@ def test_the_compile_key_turns_compilation_on_and_off() -> None:
 @pytest.mark.parametrize("granularity", ["selective", "matmul"])
 def test_compiled_layers_refuse_recomputing_parts_of_a_layer(granularity: str) -> None:
     with pytest.raises(ConfigError, match=f"granularity is {granularity}, which recomputes parts"):
-        made({"activation_checkpointing": {"granularity": granularity}}, True)
+        made({"activation_checkpointing": {"granularity": granularity}}, compiled=True)
 
 
 def calls() -> dict[str, Any]:

@@ -163,16 +163,16 @@ def test_every_stage_on_every_grid_equals_one_process(ranks: Any, alone: dict[st
 
 def test_checkpoints_load_on_grids_of_other_expert_degrees(ranks: Any, tmp_path: Path) -> None:
     train((1, 1, 1, 1, 1), 0, str(tmp_path / "one"))
-    alone = train((1, 1, 1, 1, 1), 0, str(tmp_path / "one"), True)
-    for saving, stage, loading, its in (
+    alone = train((1, 1, 1, 1, 1), 0, str(tmp_path / "one"), load=True)
+    for saving, saving_stage, loading, loading_stage in (
         ((1, 2, 1, 1, 2), 1, (1, 2, 2, 1, 4), 3),
         ((1, 2, 2, 1, 2), 3, (1, 1, 2, 1, 1), 2),
         ((2, 2, 1, 1, 2), 2, (1, 1, 1, 1, 1), 0),
     ):
         folder = str(tmp_path / f"{saving}")
-        ranks(_ranks(saving), train, saving, stage, folder)
-        found = ranks(_ranks(loading), train, loading, its, folder, True)[0]
-        require_equal(found, alone, (saving, stage, loading, its))
+        ranks(_ranks(saving), train, saving, saving_stage, folder)
+        found = ranks(_ranks(loading), train, loading, loading_stage, folder, load=True)[0]
+        require_equal(found, alone, (saving, saving_stage, loading, loading_stage))
 
 
 def _ranks(grid: tuple[int, ...]) -> int:

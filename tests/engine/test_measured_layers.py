@@ -1,4 +1,4 @@
-"""Layers measured one by one, and engines that cut by their costs: all ranks agree, and gradients are one process's."""
+"""Layers measured one by one, and engines cut by these costs: ranks agree, and gradients equal one process's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`initialize` of a plain module: DeepSpeed's loop, against a plain float64 loop of torch's in one process."""
+"""`initialize` of a plain module with DeepSpeed's loop, against a plain float64 loop of torch in one process."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ def all_waves() -> list[Any]:
 
 def test_complex_parameters_train_as_in_plain_pytorch(ranks: Any) -> None:
     """The norm was that of the real parts only, so clipping was wrong too; fused optimizers failed."""
-    wanted = {kind: waves(kind, None) for kind in OPTIMIZERS}
+    wanted = {kind: waves(kind, zero=None) for kind in OPTIMIZERS}
     for found in ranks(2, all_waves):
         for kind, steps in found:
             torch.testing.assert_close(steps, wanted[kind], rtol=1e-10, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Loops of the engine of plain modules: DeepSpeed's, with data, schedules and modes, and calls that are wrong."""
+"""Loops of the engine of plain modules: DeepSpeed's loop, with data, schedules and modes, and wrong calls."""
 
 from __future__ import annotations
 

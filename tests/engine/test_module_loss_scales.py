@@ -217,7 +217,7 @@ def in_eval_mode(stage: int, way: str, half: bool) -> tuple[list[float], dict[st
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_eval_mode_trains_as_plain_pytorch(ranks: Any, stage: int, way: str) -> None:
     expected = plain("SGD", 2, 2)
-    for norms, weights in ranks(2, in_eval_mode, stage, way, False):
+    for norms, weights in ranks(2, in_eval_mode, stage, way, half=False):
         assert norms == pytest.approx([norm for _, _, norm in expected], rel=1e-10)
         for name, value in weights.items():
             torch.testing.assert_close(value, expected[-1][1][name], rtol=0, atol=1e-10)
@@ -225,7 +225,7 @@ def test_eval_mode_trains_as_plain_pytorch(ranks: Any, stage: int, way: str) -> 
 
 @pytest.mark.parametrize("way", ["plain", "backward"])
 def test_eval_mode_with_a_loss_scale_trains_as_plain_pytorch(way: str) -> None:
-    norms, _ = in_eval_mode(0, way, True)
+    norms, _ = in_eval_mode(0, way, half=True)
     assert norms == pytest.approx([norm for _, _, norm in plain("SGD", 1, 2)], rel=2e-2)
 
 
@@ -271,7 +271,7 @@ def in_a_row(half: bool, how: str) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("how", ["only way", "two ways"])
 def test_fp16_gradients_from_one_engine_to_the_next_stay_scaled(how: str) -> None:
     """Under ``loss.backward()`` the gradients between the engines were unscaled, in fp16, and became 0."""
-    for mine, theirs in zip(in_a_row(True, how), in_a_row(False, how), strict=True):
+    for mine, theirs in zip(in_a_row(half=True, how=how), in_a_row(half=False, how=how), strict=True):
         for name, value in theirs.items():
             assert value.abs().max() > 0
             assert (mine[name] - value).norm() < 0.01 * value.norm(), name

@@ -1,4 +1,4 @@
-"""The engine: its config, its data, its one division, its outputs, and what it refuses."""
+"""The pipeline engine: its configuration, data, loss division and outputs, and what it refuses."""
 
 from __future__ import annotations
 

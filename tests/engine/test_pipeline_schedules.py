@@ -1,4 +1,4 @@
-"""Schedules of a pipeline's engine: given, searched for, refused; stages that move; weights that nothing reaches."""
+"""Schedules of a pipeline engine: given, searched for or refused; stages that move; weights without a gradient."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def moved(change: bool) -> Any:
 
 def test_unchanged_stages_move_to_the_ranks_of_the_schedule(ranks: Any) -> None:
     wanted = ranks(1, straight)[0]
-    for weights, loss in ranks(2, moved, False):
+    for weights, loss in ranks(2, moved, change=False):
         assert all(torch.equal(weights[name], tensor) for name, tensor in wanted[0].items())
         assert loss == pytest.approx(wanted[1], rel=1e-12)
-    for message in ranks(2, moved, True):
+    for message in ranks(2, moved, change=True):
         assert "places the stages on ranks [0, 1], but layers.4.weight was changed since it was built" in message
 
 

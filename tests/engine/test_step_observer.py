@@ -1,4 +1,4 @@
-"""Observers of an engine's steps: the order of their calls, and a step that one of them leaves out."""
+"""Observers of an engine's steps: the order of their calls, and a step that one of them skips."""
 
 from __future__ import annotations
 

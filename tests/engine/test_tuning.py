@@ -1,4 +1,4 @@
-""" "auto" and ``autotuning``: the size that fits by counted bytes, and steps that are those of the size by hand."""
+""" "auto" and ``autotuning``: the microbatch size that fits by counted bytes; steps equal those of the size by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks run, on a size at which their figures mean nothing."""
+"""The benchmarks run, on sizes at which their times mean nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/corpus.py: what is trained on, in which order, and the bigram model to beat."""
+"""examples/corpus.py: the training files, their order, and the bigram model as a baseline."""
 
 from __future__ import annotations
 

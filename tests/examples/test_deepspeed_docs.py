@@ -1,4 +1,4 @@
-"""docs/deepspeed.md: its table is the ledger's, its programs run, its keys are there."""
+"""docs/deepspeed.md: its table is that of the ledger, its programs run, its keys exist."""
 
 from __future__ import annotations
 

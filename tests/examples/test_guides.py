@@ -1,4 +1,4 @@
-"""The guides run: every program of a page by a command of that page, on ranks of the pool, with the output it shows.
+"""The guides: each program of a page is run by a command of the page, and prints the output that the page shows.
 
 - A command `python x.py ...` or `torchrun --nproc-per-node N x.py ...` runs a program of the page.
 - A ```text block right after commands is what each of them prints.

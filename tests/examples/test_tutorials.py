@@ -141,7 +141,7 @@ def test_the_pipeline_tutorial_trains_as_plain_pytorch(ranks: Any, size: int, op
 
 def test_the_tutorial_without_a_pipeline_equals_plain_pytorch(ranks: Any) -> None:
     config = ("--deepspeed_config", str(FOLDER / "alexnet.json"))
-    _, wanted = plain_alexnet(False, 2)
+    _, wanted = plain_alexnet(specs=False, steps=2)
     for (_, weights), _ in ranks(2, run, "alexnet.py", "-p", "0", *config, "-s", "2", "--double", "--dropout", "0"):
         assert len(weights) == len(wanted)
         for value, want in zip(weights.values(), wanted.values(), strict=True):

@@ -1,4 +1,4 @@
-"""Generation: the tokens of plain PyTorch's full forward, on every grid, in every batch; drawn as they should be."""
+"""Generation: the tokens of plain PyTorch's full forward, on every grid and in every batch; sampled frequencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The key-value cache: what a token costs with it, and that its logits are those of the whole sequence."""
+"""The key-value cache: its bytes, and that its logits equal those of the whole sequence."""
 
 from __future__ import annotations
 

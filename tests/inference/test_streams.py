@@ -1,4 +1,4 @@
-"""Tokens that come as they are made: streams, callbacks, stages at work, and what is refused."""
+"""Streams of tokens: events, callbacks, pipeline stages at work, and refused uses."""
 
 from __future__ import annotations
 

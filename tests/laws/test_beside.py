@@ -1,4 +1,4 @@
-"""The wall: without a part of plugins/ and compat/ the rest imports and trains, and so do the other parts.
+"""Without a part of plugins/ and compat/, the rest of the library still imports and trains.
 
 The parts are deleted in a copy of the library, in which a process with torch forks a child for each case.
 """

@@ -1,4 +1,4 @@
-"""The budget of the library: code lines of each room, without docstrings, comments and blank lines.
+"""The budget of code lines of each folder, without docstrings, comments and blank lines.
 
 A change that goes over the line of its room raises the number here, in the same commit, and says why in the changelog;
 a change that saves lines lowers it: ``python tests/laws/test_budget.py`` prints the table. The sum only falls, except

@@ -1,4 +1,4 @@
-"""Bugs that runs had: what is frozen, replaced or unlike between ranks, and ranks that fail."""
+"""Fixed bugs of runs: weights that are frozen or replaced, ranks that differ, and ranks that fail."""
 
 from __future__ import annotations
 

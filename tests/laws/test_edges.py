@@ -1,4 +1,4 @@
-"""Parameters that are frozen, unused, empty, shared, or in groups of their own: through the engine, in every stage."""
+"""Parameters that are frozen, unused, empty, shared, or in groups of their own, in every ZeRO stage."""
 
 from __future__ import annotations
 

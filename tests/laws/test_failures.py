@@ -1,4 +1,4 @@
-"""Whatever goes wrong on one rank ends the run on all, with a message that names the rank, its place and its op."""
+"""A failure on one rank ends the run on all ranks, with a message that names the rank, its place and its op."""
 
 from __future__ import annotations
 

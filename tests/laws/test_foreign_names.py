@@ -1,4 +1,4 @@
-"""Other libraries' names stand in compat/, and outside of it only in the files listed here."""
+"""Names of other libraries are only in compat/, and in the files listed here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package `triax` as help, star imports, inspect and type checkers see it, also without the extras' packages."""
+"""The package `triax` as help, star imports, inspect and type checkers see it, with and without the extras."""
 
 from __future__ import annotations
 

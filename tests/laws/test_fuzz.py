@@ -1,4 +1,4 @@
-"""The fuzzers: a few fixed cases of each, those that failed once, and proof that each of them finds what is wrong."""
+"""The fuzzers: a few fixed cases of each, cases that once failed, and proof that each fuzzer finds mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What user code does to gradients between backward and step: what is refused, other dtypes and grids."""
+"""Changes of gradients by user code between backward and step: which are refused, in other dtypes and grids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house keeps its shape: who may import whom (docs/inside/why.md), and what no file of the library may do.
+"""Rules of imports (docs/inside/why.md): which folder may import which, and what no file of the library may do.
 
 Each rule is first shown to catch an offender, in a house built for the purpose.
 """

@@ -1,4 +1,4 @@
-"""Public names and modules at their older places: they are found there, and a warning says where they are now."""
+"""Public names and modules at their older places: they are still found, and a warning names the new place."""
 
 from __future__ import annotations
 

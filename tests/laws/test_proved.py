@@ -1,4 +1,4 @@
-"""docs/proved.md has whole rows of cells, and of most methods every type of model; a check finds what it says."""
+"""docs/proved.md has whole rows of cells, and each cell says what `triax check` finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test of the program that compares the bits of two states of the library."""
+"""The program that compares the bits of two states of the library."""
 
 from __future__ import annotations
 

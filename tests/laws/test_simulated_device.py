@@ -1,4 +1,4 @@
-"""The laws of the numbers on an accelerator with NCCL's rules, which tests/support/simulated_*.py simulate."""
+"""The laws of the numbers on a simulated accelerator with NCCL's rules (tests/support/simulated_*.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines offer beside a plain step, on the simulated accelerator: the numbers of the CPU, and no fault."""
+"""Features of engines on the simulated accelerator: they have the numbers of the CPU, and no fault."""
 
 from __future__ import annotations
 

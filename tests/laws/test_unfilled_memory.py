@@ -1,4 +1,4 @@
-"""No result depends on memory that was never written: torch fills it with NaN, or with the largest integer, here.
+"""No result depends on memory that was never written: here torch fills it with NaN or the largest integer.
 
 ``torch.empty`` returns what was freed before. Mostly that is zeros or the values of the last step, so that a read of
 memory that no exchange has filled passes a test, and fails on another day.

@@ -1,4 +1,4 @@
-"""Layers of users: what their code does on the way must give the numbers of plain PyTorch, on every schedule and stage.
+"""Layers of users have the numbers of plain PyTorch, on every schedule and stage.
 
 A program is a list of layers, drawn from ``LAYERS``, a grid, a schedule, a stage of ZeRO and recomputation. It takes
 two steps with an evaluation between them. ``plainly`` does the same by plain autograd: each replica is a model of its

@@ -1,4 +1,4 @@
-"""One block for all decoders: settings of several families in one model, which no family of Hugging Face's has."""
+"""The one block of all decoders: settings of several families in one model, which no published family has."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def result(config: dict[str, Any], ours: bool) -> Any:
 def test_a_key_that_is_missing_has_the_value_of_transformers_class(family: str) -> None:
     """Each key in turn; in the form of Transformers 5, and with the rotary positions as Transformers 4 wrote them."""
     full = whole(family)
-    assert not isinstance(result(full, True), str), result(full, True)
+    assert not isinstance(result(full, ours=True), str), result(full, ours=True)
     old = {key: value for key, value in full.items() if key != "rope_parameters"} | {"rope_theta": 7e3}
     if family == "gpt_neox":
         old |= {"rotary_emb_base": 6e3, "rotary_pct": 0.5}
@@ -196,7 +196,7 @@ def test_a_key_that_is_missing_has_the_value_of_transformers_class(family: str) 
             if key == "model_type":
                 continue
             left = {name: value for name, value in form.items() if name != key}
-            found, right = result(left, True), result(left, False)
+            found, right = result(left, ours=True), result(left, ours=False)
             if isinstance(found, str):
                 experts = {"num_local_experts": "num_experts"}
                 assert found.startswith("model/config.json: ") and len(found) < 400 and "\n" not in found
@@ -220,7 +220,7 @@ def test_a_missing_rope_key_has_transformers_value_or_an_error(rope: dict[str, A
     for key in (None, *rope):
         left = {name: value for name, value in rope.items() if name != key}
         config = whole("llama") | {"rope_parameters": left}
-        found = result(config, True)
+        found = result(config, ours=True)
         if isinstance(found, str):
             assert f"there is no {key} for rope_type" in found
             continue
@@ -310,6 +310,6 @@ def test_aliases_of_config_keys_are_read_as_in_transformers(family: str) -> None
         renamed = {name if each == key else each: value for each, value in full.items()}
         assert from_hf(renamed) == from_hf(full) == from_hf(content(class_of(family).from_dict(renamed)))
         both = full | {name: {"n_layer": 2, "num_layers": 2}.get(key, 32)}
-        found, theirs = result(both, True), result(both, False)
+        found, theirs = result(both, ours=True), result(both, ours=False)
         if not isinstance(found, str) and not isinstance(theirs, str):  # else 32 heads of one channel
             assert found == theirs, name

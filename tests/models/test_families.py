@@ -456,7 +456,7 @@ def encoders_on(cases: list[str]) -> list[dict[str, Any]]:
 def test_encoders_on_two_tensor_ranks_equal_the_whole_model(ranks: Any) -> None:
     for rank in ranks(2, encoders_on, list(ENCODERS), timeout=200):
         for case, found in zip(ENCODERS, rank, strict=True):
-            require_equal(found, encoded(case, None), case)
+            require_equal(found, encoded(case, grid=None), case)
 
 
 class _Attention(nn.Module):
@@ -481,9 +481,9 @@ def refused(sinks: bool) -> str:
 
 
 def test_plans_that_leave_head_sized_tensors_whole_are_refused(ranks: Any) -> None:
-    for said in ranks(2, refused, True):
+    for said in ranks(2, refused, sinks=True):
         assert "0.sinks has a number for each of 4 heads, which the plan shards with 0.q" in said
-    for said in ranks(2, refused, False):
+    for said in ranks(2, refused, sinks=False):
         assert "0.q_norm is a RMSNorm over all 8 outputs of 0.q, which the plan shards. Add '0.q_norm': OnAll" in said
 
 

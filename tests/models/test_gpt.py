@@ -99,7 +99,7 @@ CASES: list[Case] = [
 def test_gpt_gradients_equal_those_of_one_process(ranks: Any, size: int) -> None:
     by_rank = ranks(size, train_on_rank, size, CASES)
     for (config, smoothing, _, packed), *found in zip(CASES, *by_rank, strict=True):
-        alone = train_one(Grid(), config, smoothing, False, packed)
+        alone = train_one(Grid(), config, smoothing, sequence_parallel=False, packed=packed)
         for rank in found:
             torch.testing.assert_close(rank["loss"], alone["loss"], rtol=1e-10, atol=0)
             assert int(rank["weight"]) == int(alone["weight"]) == 3 * 12 - 5
@@ -114,7 +114,7 @@ def test_gpt_gradients_equal_those_of_one_process(ranks: Any, size: int) -> None
         logits = Layout((3, 12, 53), shard_dim=2).assemble([r["logits"] for r in found])
         torch.testing.assert_close(logits, alone["logits"], rtol=1e-10, atol=1e-12)
         if config.dropout:
-            without = train_one(Grid(), replace(config, dropout=0.0), smoothing, False, packed)
+            without = train_one(Grid(), replace(config, dropout=0.0), smoothing, sequence_parallel=False, packed=packed)
             assert abs(float(alone["loss"] - without["loss"])) > 1e-6  # something was dropped
 
 

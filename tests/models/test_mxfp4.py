@@ -102,7 +102,7 @@ def test_mxfp4_folders_have_transformers_logits(ranks: Any, tmp_path: Path, shar
     with torch.no_grad(), exact(model):
         wanted = model(input_ids=ids()).logits
     places, folder = {"tensor": 2, "data": 2, "expert": 2}, str(tmp_path / "oss")
-    for found in (logits({}, False, folder), *ranks(4, logits, places, shard_tensor, folder)):
+    for found in (logits({}, shard_tensor=False, folder=folder), *ranks(4, logits, places, shard_tensor, folder)):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 

@@ -1,4 +1,4 @@
-"""A folder that save_hf writes over an earlier model's has one of the two models, whatever ends the write."""
+"""When save_hf writes over a folder and is stopped, the folder has the old or the new model."""
 
 from __future__ import annotations
 

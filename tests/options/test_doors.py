@@ -1,4 +1,4 @@
-"""One engine by three doors: options in Python, a training file, and DeepSpeed's JSON."""
+"""One engine from three inputs: options in Python, a training file, and DeepSpeed's JSON."""
 
 from __future__ import annotations
 

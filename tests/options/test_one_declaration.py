@@ -1,4 +1,4 @@
-"""One field in ``options/sections.py`` declares an option at every door of the library."""
+"""One field in ``options/sections.py`` declares an option everywhere in the library."""
 
 from __future__ import annotations
 

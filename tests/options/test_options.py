@@ -1,4 +1,4 @@
-"""Options: every value is checked where it is written, and an error has the option's name at each door."""
+"""Options: every value is checked, and an error names the option as the user wrote it."""
 
 from __future__ import annotations
 

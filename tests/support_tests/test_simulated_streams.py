@@ -1,4 +1,4 @@
-"""Streams of the simulated device: what one uses before it has waited for another is a fault that names both lines."""
+"""Streams of the simulated device: using memory before waiting for its stream is a fault that names both lines."""
 
 from __future__ import annotations
 
@@ -202,9 +202,9 @@ def trained(waits: bool, plant: Callable[[pytest.MonkeyPatch], None] | None = No
 
 
 def test_an_engine_in_a_users_stream_needs_a_wait(ranks: Any) -> None:
-    for faults in ranks(2, trained, True, init_group=False, new_processes=True):
+    for faults in ranks(2, trained, waits=True, init_group=False, new_processes=True):
         assert not faults
-    for faults in ranks(2, trained, False, init_group=False, new_processes=True):
+    for faults in ranks(2, trained, waits=False, init_group=False, new_processes=True):
         assert any("stream 1 reads what stream 0 writes" in fault for fault in faults), faults
 
 
@@ -216,5 +216,5 @@ def test_an_engine_in_a_users_stream_needs_a_wait(ranks: Any) -> None:
     ],
 )
 def test_a_stream_fault_in_the_engine_is_recorded(ranks: Any, plant: Any, words: str, line: str) -> None:
-    for faults in ranks(2, trained, True, plant, init_group=False, new_processes=True):
+    for faults in ranks(2, trained, waits=True, plant=plant, init_group=False, new_processes=True):
         assert any(words in fault and line in fault for fault in faults), faults

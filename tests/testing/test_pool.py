@@ -1,4 +1,4 @@
-"""The pool: what a test sees of results, failures, deaths and hangs, and that the next test sees nothing."""
+"""The pool of ranks: results, failures, deaths and hangs as a test sees them, and a clean pool for the next test."""
 
 from __future__ import annotations
 

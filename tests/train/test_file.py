@@ -1,4 +1,4 @@
-"""Training files: what is read from YAML, TOML and JSON, and what an error says."""
+"""Training files: reading from YAML, TOML and JSON, and the text of errors."""
 
 from __future__ import annotations
 

@@ -245,8 +245,10 @@ def test_a_bf16_run_equals_one_process_within_rounding(ranks: Any, prepared: Pat
     loss errors of many tokens cancel: it is compared with plain PyTorch's alone.
     """
     common = ["precision=bf16", "clip=0", "name=half"]
-    taken, _ = ranks(4, run_part, str(prepared), common, 8, True, timeout=240)[0]
-    taken += ranks(2, run_part, str(prepared), [*changes_of(SECOND), *common], None, True, timeout=240)[0][0]
+    taken, _ = ranks(4, run_part, str(prepared), common, 8, with_weights=True, timeout=240)[0]
+    taken += ranks(
+        2, run_part, str(prepared), [*changes_of(SECOND), *common], stop=None, with_weights=True, timeout=240
+    )[0][0]
     exact, plain = llama(prepared, torch.float64), llama(prepared, torch.bfloat16)
     rows = dict(enumerate(itertools.islice(batches(prepared), STEPS), 1))
     unit, count = 2.0**-8, 2 * (3 * 13 + 3)  # operations of 3 blocks, embedding, norm and head, forward and backward

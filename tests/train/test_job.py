@@ -1,4 +1,4 @@
-"""The resolved run: sizes that follow from others, DeepSpeed's keys, and what is refused."""
+"""The resolved job: sizes derived from others, DeepSpeed's keys, and jobs that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of ``triax train`` on several processes has the losses of one; what it leaves, its time limit, its refusals."""
+"""`triax train` on several processes has the losses of one; its results, its time limit, its refusals."""
 
 from __future__ import annotations
 

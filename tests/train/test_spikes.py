@@ -1,4 +1,4 @@
-"""train/spikes.py: what is a spike, and that runs which skip or rewind are those that never saw its batch."""
+"""train/spikes.py: the definition of a spike; runs that skip or rewind equal runs without the spike's batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 3 on replicas that run the same units, whatever these are, and on replicas that run other units."""
+"""Stage 3: replicas that run equal units train; replicas that run different units are refused."""
 
 from __future__ import annotations
 

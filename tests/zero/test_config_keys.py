@@ -1,4 +1,4 @@
-"""Each key of ``zero_optimization`` does what it says, and none changes a number."""
+"""Each key of ``zero_optimization`` acts as documented, and none changes a gradient."""
 
 from __future__ import annotations
 
@@ -262,8 +262,8 @@ def unused(strict: bool) -> str:
 
 
 def test_unused_parameters_are_an_error_if_not_ignored(ranks: Any) -> None:
-    assert ranks(REPLICAS, unused, False) == ["no error"] * REPLICAS
-    for message in ranks(REPLICAS, unused, True):
+    assert ranks(REPLICAS, unused, strict=False) == ["no error"] * REPLICAS
+    for message in ranks(REPLICAS, unused, strict=True):
         assert "1 parameters got no gradient in this step: layers.1.idle" in message
         assert "allow_unused" in message
 

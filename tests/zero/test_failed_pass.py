@@ -1,4 +1,4 @@
-"""A backward pass that fails on every replica, as for want of memory: the step is left out, and training goes on."""
+"""A backward pass that fails on every replica, such as out of memory: the step is skipped and training continues."""
 
 from __future__ import annotations
 

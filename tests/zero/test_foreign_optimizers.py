@@ -223,9 +223,9 @@ def test_a_parameter_group_of_one_stage_only_is_resumed(ranks: Any, tmp_path: Pa
     first, last = list(model.parameters())[:4], list(model.parameters())[4:]
     batches, groups = [[samples(step)] for step in range(STEPS)], [{"params": first}, {"params": last, "lr": 0.1}]
     wanted = train_plain(model, CountsWhereItSteps, batches, parameters=groups)[-1].weights
-    ranks(2, in_groups, 2, str(tmp_path / "a"), True)
+    ranks(2, in_groups, 2, str(tmp_path / "a"), half=True)
     for pipe in (1, 2):
-        for found in ranks(2, in_groups, pipe, str(tmp_path / "a"), False):
+        for found in ranks(2, in_groups, pipe, str(tmp_path / "a"), half=False):
             require_equal([found], [wanted])
 
 

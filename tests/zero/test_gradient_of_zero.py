@@ -72,7 +72,7 @@ def trained(act: Callable[[Gated], None], stage: int | None) -> dict[str, Tensor
 def test_a_zero_gradient_of_one_replica_steps_as_plain_pytorch(
     ranks: Any, act: Callable[[Gated], None], stage: int
 ) -> None:
-    plain = trained(act, None)
+    plain = trained(act, stage=None)
     assert not torch.equal(plain["gate"], torch.ones(4)) and torch.equal(plain["never"], torch.ones(4).double())
     for weights in ranks(2, trained, act, stage):
         same(weights, plain)

@@ -1,4 +1,4 @@
-"""Parameters that are frozen or without a gradient in some steps: their step counts stand still, as under torch."""
+"""Parameters that are frozen or without a gradient in some steps: their step counts do not grow, as in torch."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def require_equal(everywhere: list[list[dict[str, Tensor]]], wanted: dict[str, T
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_parameter_without_a_gradient_counts_no_step(ranks: Any, name: str) -> None:
-    require_equal(ranks(2, every_place, name, None), plainly(2, name))
+    require_equal(ranks(2, every_place, name, folder=None), plainly(2, name))
 
 
 @pytest.mark.parametrize(("size", "name"), [(1, "Adam"), (2, "Adam"), (2, "NAdam"), (1, "SGD"), (2, "SGD")])

@@ -1,4 +1,4 @@
-"""Offload: the same numbers as without it, the resident set of a run, and errors before the first step."""
+"""Offload: it changes no number; resident memory of a run; errors before the first step."""
 
 from __future__ import annotations
 
@@ -407,7 +407,7 @@ def refused(zero: dict[str, Any], victim: int, limit: int | None) -> str:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_without_room_to_offload_stops_all_ranks(ranks: Any, victim: int, tmp_path: Path) -> None:
     zero = {"stage": 2, "offload_optimizer": nvme(tmp_path)}
-    said = ranks(2, refused, zero, victim, None)
+    said = ranks(2, refused, zero, victim, limit=None)
     assert said[0] == said[1] and f"rank {victim}" in said[0]
     assert "nothing can be offloaded to missing: No such file or directory; set nvme_path" in said[0]
     said = ranks(2, refused, zero, victim, 8192)

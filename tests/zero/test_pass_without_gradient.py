@@ -1,4 +1,4 @@
-"""A backward pass that gives no gradient, to some parameters or to all, keeps the gradients of the passes before it."""
+"""A backward pass without gradients, of some or all parameters, keeps the gradients of earlier passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 3 beside code that uses weights: hooks, writes in a forward pass, losses, averages and copies of the model."""
+"""Stage 3 with code that uses weights: hooks, writes in a forward pass, losses, averages and copies of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backward pass after the step's gradients were reduced, as code that read them needed: both passes count once."""
+"""A backward pass after user code read reduced gradients: both passes count once."""
 
 from __future__ import annotations
 

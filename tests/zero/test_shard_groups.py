@@ -191,6 +191,6 @@ def plain_loop(stage: int, size: int | None) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sharded_optimizer_steps_groups_as_one_process(ranks: Any, stage: int) -> None:
-    wanted = plain_loop(1, None)
+    wanted = plain_loop(1, size=None)
     for weights in ranks(4, plain_loop, stage, 2):
         torch.testing.assert_close(weights, wanted, rtol=1e-10, atol=1e-12)

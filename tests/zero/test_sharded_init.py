@@ -1,4 +1,4 @@
-"""zero/sharded_init.py: models built in shards have the values of models built whole, and no rank holds them whole."""
+"""Models built in shards have the values of models built whole, and no rank holds a whole model."""
 
 from __future__ import annotations
 

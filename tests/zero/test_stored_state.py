@@ -147,7 +147,7 @@ def gpt_steps(cells: list[tuple[int, int, dict[str, Any]]], kind: Any) -> list[A
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
 def test_a_gpt_with_stored_state_trains_as_on_one_process(ranks: Any, kind: str) -> None:
     [alone] = gpt_steps([(1, 1, {})], kind)
-    [full] = gpt_steps([(1, 1, {})], None)
+    [full] = gpt_steps([(1, 1, {})], kind=None)
     moved = [
         max((value - other.weights[name]).abs().max() for name, value in step.weights.items())
         for step, other in zip(alone, full, strict=True)

@@ -1,4 +1,4 @@
-"""Stage 3 of plain modules: units, when their weights are gathered, ways of calling them; gradients equal torch's."""
+"""Stage 3 of plain modules: which modules are units, when weights are gathered; gradients equal torch's."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ HOWS = [
 @pytest.mark.parametrize("how", HOWS)
 def test_gradients_of_units_equal_torchs(ranks: Any, how: str) -> None:
     wanted, weights = plain(how, 2)
-    for gradients, found, most, sizes in ranks(2, sharded, how, None):
+    for gradients, found, most, sizes in ranks(2, sharded, how, units=None):
         torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-13)
         torch.testing.assert_close(found, weights, rtol=1e-10, atol=1e-13)
         root, unit = sum(n for layers, n in sizes.items() if 0 in layers), max(sizes.values())
@@ -244,7 +244,7 @@ def test_every_choice_of_units_trains_as_plain_pytorch(ranks: Any, units: list[s
 @pytest.mark.parametrize("how", ["", "penalty", "opaque"])
 def test_units_kept_gathered_train_as_plain_pytorch(ranks: Any, how: str) -> None:
     wanted, _ = plain(how, 4)
-    for gradients, _, most, sizes in ranks(4, sharded, how, None, keep=True):
+    for gradients, _, most, sizes in ranks(4, sharded, how, units=None, keep=True):
         torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-13)
         assert most == sum(sizes.values())
 
@@ -285,10 +285,10 @@ def test_the_next_unit_is_fetched_while_one_runs(ranks: Any) -> None:
     n = LAYERS
     forward = ["gather 0", "gather 1", *chain(*([f"gather {i + 1}", f"forward {i}"] for i in range(1, n)))]
     backward = [f"gather {n}", *chain(*([f"gather {i - 1}", f"backward {i}"] for i in range(n, 1, -1)))]
-    for seen, sent, formula in ranks(2, calls, False):
+    for seen, sent, formula in ranks(2, calls, keep=False):
         assert seen == [*forward, f"forward {n}", *backward, "backward 1"]
         assert sent == formula  # gathered forward and backward, and reduced: 3 M; the root is gathered once
-    for seen, sent, formula in ranks(2, calls, True):
+    for seen, sent, formula in ranks(2, calls, keep=True):
         assert [entry for entry in seen if entry.startswith("gather")] == [f"gather {i}" for i in range(n + 1)]
         assert sent == formula
 

@@ -1,4 +1,4 @@
-"""Weights that user code writes in place: kept by the masters that are stepped and saved, or refused by name."""
+"""Weights that user code writes in place: the masters keep them, or they are refused by name."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_masters_keep_what_user_code_writes_to_weights(ranks: Any, size: int) ->
 
 def test_saved_state_has_the_weights_written_by_user_code(ranks: Any) -> None:
     for stage in range(3):
-        for found in ranks(2, stepped, stage, torch.float32, None, True):
+        for found in ranks(2, stepped, stage, torch.float32, max_norm=None, resumes=True):
             torch.testing.assert_close(found, plainly(2), **near(1e-6))
 
 

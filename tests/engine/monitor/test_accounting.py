@@ -132,7 +132,7 @@ def test_frozen_weights_are_sent_in_stage_3_only(ranks: Any, plus: dict[str, Any
 def test_traffic_of_the_pipe_axis_equals_the_formula(ranks: Any) -> None:
     """Each boundary carries each microbatch's activations forward and their gradients back, once."""
     message = 2 * WIDTH * 4
-    for rank, (traffic, _) in enumerate(ranks(4, accounts, (4, 1, 1), 0, False, {})):
+    for rank, (traffic, _) in enumerate(ranks(4, accounts, (4, 1, 1), 0, keep=False, config={})):
         ways = (rank < 3) + (rank > 0)
         assert traffic["sent"]["pipe"]["send"] == {"calls": ways * MICROBATCHES, "bytes": ways * MICROBATCHES * message}
 
@@ -151,7 +151,7 @@ def test_memory_of_each_stage_equals_the_formula(ranks: Any, replicas: int, kind
             "masters": (4 * p // (n if state else 1)) if half else 0,
             "optimizer": 8 * p // (n if state else 1),
         }
-        for _, report in ranks(replicas, accounts, (1, replicas, 1), stage, False, config):
+        for _, report in ranks(replicas, accounts, (1, replicas, 1), stage, keep=False, config=config):
             assert report["formula"] == wanted, stage
             assert report["held"] == {**wanted, "buffers": 0, "activations": None, "working": None}, stage
 
@@ -176,7 +176,7 @@ def test_model_state_bytes_equal_figure_1_of_the_zero_paper() -> None:
     ],
 )
 def test_optimizer_state_bytes_equal_the_formula(optimizer: dict[str, Any], wanted: int) -> None:
-    _, report = accounts((1, 1, 1), 1, False, {"optimizer": optimizer})
+    _, report = accounts((1, 1, 1), 1, keep=False, config={"optimizer": optimizer})
     assert report["held"]["optimizer"] == report["formula"]["optimizer"] == wanted * 4 * WEIGHTS
 
 

@@ -1,4 +1,4 @@
-"""``comms_logger``: what is counted, its bandwidths against NCCL-tests' formulas, and that it is not there when off."""
+"""``comms_logger``: counted calls and bandwidths, against NCCL-tests' formulas; nothing is counted when off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A full disk under what a run writes about itself: the training goes on, and one warning names the file.
+"""A full disk under the files that a run writes: training continues, and one warning names each file.
 
 The disk is full for real: ``/dev/full``, and a process that may not write to files (RLIMIT_FSIZE).
 """

@@ -1,4 +1,4 @@
-"""``memory_breakdown`` and ``dump_state``: the bytes and numbers that they print, against what must be there."""
+"""``memory_breakdown`` and ``dump_state``: the printed bytes and numbers, against formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What observers compute: self times, offsets of clocks, FLOPs, peaks, and the lines of a run's JSON file."""
+"""Numbers that observers compute: self times, clock offsets, FLOPs, peaks, and the lines of a run's JSON file."""
 
 from __future__ import annotations
 

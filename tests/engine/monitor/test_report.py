@@ -1,4 +1,4 @@
-"""`triax report`: the page of a run, of half a run, and of next to nothing."""
+"""`triax report`: the page of a whole run, of a run that died, and of a folder with few files."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_lion_and_adam_step_complex_numbers_as_their_real_parts(make: Any) -> No
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_lion_and_adam_follow_their_formulas_when_sharded(ranks: Any, stage: int) -> None:
-    wanted = [reference(lion(0.1, (0.9, 0.999))), reference(adam(0.1, False, True))]
+    wanted = [reference(lion(0.1, (0.9, 0.999))), reference(adam(0.1, corrected=False, decoupled=True))]
     for zero in ({}, {"sub_group_size": 4}):
         for found in ranks(2, sharded, stage, zero):
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)

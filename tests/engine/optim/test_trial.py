@@ -1,4 +1,4 @@
-"""Errors while an optimizer is made: those of its arguments name them, others stay what they are."""
+"""Errors while an optimizer is made: an error of an argument names the argument, other errors are unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities that are recorded while answers are drawn, bit for bit those of the trainer, within exact_rows."""
+"""``exact_rows``: log-probabilities recorded while answers are drawn are bitwise those of the trainer."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def in_parts(data: dict[str, Any], logits: Tensor, level: Any) -> tuple[float, T
 def test_grpo_on_a_context_axis_has_the_loss_of_whole_sequences(ranks: Any, level: Any) -> None:
     torch.manual_seed(2)
     data, logits = labels_of(6, 8), torch.randn(6, 8, 7, dtype=torch.float64, requires_grad=True)
-    wanted = plain(logits, data, "grpo", level, 0.3, True)
+    wanted = plain(logits, data, "grpo", level, 0.3, right=True)
     (gradient,) = torch.autograd.grad(wanted, logits)
     whole = grpo_loss(Grid(), 7, "grpo", 0.3, 0.1, 0.15, level, temperature=0.7)(logits, data)
     clipped, count = whole.metrics["clip_ratio/region_mean"]

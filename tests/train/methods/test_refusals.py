@@ -1,4 +1,4 @@
-"""Losses of methods, and what makes their labels, refuse mistakes with words that say what to write."""
+"""Losses of methods and the functions that make their labels refuse mistakes, and say what to write."""
 
 from __future__ import annotations
 
