@@ -1,4 +1,4 @@
-"""The checksum of a tensor's bits: each change of one element, and each exchange of two, changes it."""
+"""The checksum of a tensor's bits: changing one element or swapping two changes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def values(dtype: torch.dtype, size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_change_or_an_exchange_is_seen(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_or_swapped_elements_change_the_checksum(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PIECE", 16)  # several pieces
     tensor = values(dtype, 40)
     bits = tensor.view(torch.uint8).view(40, -1)
@@ -37,7 +37,7 @@ def test_a_change_or_an_exchange_is_seen(dtype: torch.dtype, monkeypatch: pytest
         assert int(checksum(changed.view(-1).view(dtype))) != before
 
 
-def test_strides_and_empty_tensors() -> None:
+def test_the_checksum_ignores_strides_and_takes_empty_tensors() -> None:
     matrix = torch.arange(12.0).view(3, 4)
     assert int(checksum(matrix.t())) == int(checksum(matrix.t().contiguous())) != int(checksum(matrix))
     assert int(checksum(nn.Parameter(torch.empty(0)))) == 0

@@ -1,4 +1,4 @@
-"""Each private name of torch that triax uses does what triax relies on, and stands in base/torch_private.py alone."""
+"""Private names of torch that triax uses: each acts as expected, and is used only in base/torch_private.py."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def private_names(file: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, ".".join([root, *words])
 
 
-def test_private_names_of_torch_stand_in_one_file() -> None:
+def test_private_names_of_torch_are_used_in_one_file_only() -> None:
     files = [file for file in library(ROOT) if file.endswith(".py") and file != "base/torch_private.py"]
     found = [f"{file}:{line} {name}" for file in files for line, name in private_names(ROOT / file)]
     assert not found, "\nput it into base/torch_private.py, with the reason:\n" + "\n".join(found)
@@ -316,7 +316,7 @@ def test_every_private_name_has_a_test() -> None:
     assert missing == {"restart_group_count"}  # tests/testing/test_pool.py: a job after a lost rank
 
 
-def test_a_graph_that_may_not_end_says_the_reason() -> None:
+def test_a_full_graph_error_names_the_reason() -> None:
     def add(x: Tensor) -> Tensor:
         return x + 1
 

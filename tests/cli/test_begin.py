@@ -1,4 +1,4 @@
-"""What a new user types first: ``triax demo``, ``triax new``, ``triax recipe``."""
+"""The first commands of a new user: ``triax demo``, ``triax new``, ``triax recipe``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.readme_blocks import commands
 
 
 @pytest.mark.parametrize("name", ["pretrain", "chat", "llama3-70b-64gpus"])
-def test_a_recipe_has_its_files_and_commands(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triax_recipe_writes_its_files_and_commands(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert name in output_of("recipe")
     said = output_of("recipe", name)
@@ -57,7 +57,7 @@ def test_a_new_project_passes_its_tests_and_trains(tmp_path: Path) -> None:
     assert "is not an empty folder" in run_triax("new", where)[1]
 
 
-def test_a_project_needs_the_name_of_a_module(tmp_path: Path) -> None:
+def test_triax_new_refuses_names_that_are_no_module(tmp_path: Path) -> None:
     assert "cannot be the name of a Python module" in run_triax("new", tmp_path / "2 models")[1]
     assert not [*tmp_path.iterdir()]
 

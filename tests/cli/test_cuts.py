@@ -1,4 +1,4 @@
-"""``triax schedule cuts`` and ``triax plan --layer-costs``: costs of layers to cuts that a training file takes."""
+"""``triax schedule cuts`` and ``triax plan --layer-costs``: from costs of layers to cuts for a training file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_table_and_a_line_that_a_training_file_takes(file: str) -> None:
+def test_schedule_cuts_prints_a_table_and_a_valid_line(file: str) -> None:
     words = ("schedule", "cuts", file, "--pipe", "2", "--microbatches", "8")
     found = json.loads(run(*words, "--json"))["cuts"]
     wanted = compare_cuts(HEADED, 2, 8)
@@ -52,7 +52,7 @@ def test_the_table_and_a_line_that_a_training_file_takes(file: str) -> None:
     assert "0 5 8" in text or "0 6 8" in text
 
 
-def test_a_limit_is_kept_or_refused(file: str) -> None:
+def test_cuts_keep_the_memory_limit_or_are_refused(file: str) -> None:
     words = ("schedule", "cuts", file, "--pipe", "2", "--microbatches", "8", "--limit")
     cuts = json.loads(run(*words, "7.5,5", "--json"))["cuts"][2:]
     assert cuts and all(each["bytes"][0] <= 7.5e9 and each["bytes"][1] <= 5e9 for each in cuts)
@@ -96,7 +96,7 @@ def test_costs_by_formulas_sum_to_the_planners_step(tmp_path: Path, extra: str) 
     assert costs.latency > 0 and costs.per_byte > 0
 
 
-def test_the_table_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_docs_show_the_table_of_schedule_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = (DOCS / "cuts.md").read_text()
     plan, show = (command.split() for _, command in commands(text) if "costs.json" in command)
@@ -120,12 +120,12 @@ def test_the_table_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"partition": [0, 3.5]}, "boundaries such as"),
     ],
 )
-def test_refusals_of_the_training_file(section: dict[str, Any], words: str) -> None:
+def test_wrong_schedule_sections_are_refused(section: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as error:
         RunSchedule.of(section)
     assert words in str(error.value)
 
 
-def test_one_limit_or_one_for_each_rank() -> None:
+def test_limit_takes_one_number_or_one_per_rank() -> None:
     assert ScheduleOptions(limit=2.5).limits == 2.5e9 and RunSchedule.of({"partition": "time", "limit": 2}).limit
     assert ScheduleOptions(limit=(1, 2)).limits == (1e9, 2e9) and ScheduleOptions().limits is None

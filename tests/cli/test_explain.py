@@ -1,4 +1,4 @@
-"""``triax train --explain``: bytes against counted ones, stages against modules, recipes of 8 and 64 GPUs."""
+"""``triax train --explain``: bytes against the memory report, stages against modules, recipes of 8 and 64 GPUs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def counted(changes: list[str]) -> Any:
         ),
     ],
 )
-def test_bytes_are_what_the_memory_report_counts(ranks: Any, changes: list[str]) -> None:
+def test_explained_bytes_equal_the_memory_report(ranks: Any, changes: list[str]) -> None:
     job = small(*changes)
     found = explain(job)["memory"]
     on_cpu = ModelMemory(job.model, options=memory_of_job(job).options, device="cpu")
@@ -146,7 +146,7 @@ def test_the_large_recipe_is_explained_without_its_weights() -> None:
     assert states == ((70_553_706_496 - norms) // 8 + norms) * (2 + 4 + 12 // 2)
 
 
-def test_the_text_has_the_numbers() -> None:
+def test_the_text_of_explain_has_its_numbers() -> None:
     found = explain(resolve(read_training_file(LARGE, ["schedule=interleaved", "schedule.chunks=2"])[0]))
     shown = text(found)
     for stage in found["stages"]:
@@ -161,7 +161,7 @@ def test_the_docs_show_the_large_recipe() -> None:
     assert f"```text\n{shown}\n```" in (ROOT / "docs" / "training-files.md").read_text()
 
 
-def test_automatic_replicas_and_notes() -> None:
+def test_explain_fills_in_replicas_and_writes_notes() -> None:
     keys: dict[str, Any] = {"model": {"preset": "llama-tiny"}, "lora": {"rank": 2, "base": "nf4"}, "data": "tokens"}
     keys |= {"training": {"steps": 3}, "batch": 8, "recompute": {"interval": 2}}
     file = TrainingFile.of(keys)
@@ -181,7 +181,7 @@ def test_options_of_explain_are_refused_without_it() -> None:
     assert "--processes = 64: it belongs to --explain or --dry" in run_triax("train", LARGE, "--processes", 64)[1]
 
 
-def test_no_figure_is_broken_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_breaks_no_number_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     found = explain(resolve(read_training_file(LARGE)[0]))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")

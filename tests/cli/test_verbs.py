@@ -1,4 +1,4 @@
-"""Verbs that may be left out, flags that became verbs, mistakes that are one line, and completion in a shell."""
+"""Commands without their first verb, flags that became verbs, one-line mistakes, and completion in a shell."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PLAN = ("--model", "bytes-tiny", "--gpus", "4", "--batch", "8", "--top", "1", "-
         (("schedule", "1f1b", "--help"), ("schedule", "show", "--help")),
     ],
 )
-def test_the_first_verb_may_be_left_out(short: tuple[str, ...], whole: tuple[str, ...]) -> None:
+def test_commands_work_without_their_first_verb(short: tuple[str, ...], whole: tuple[str, ...]) -> None:
     found, wanted = run_triax(*short), run_triax(*whole)
     assert found[1] == wanted[1] and found[0] == 0
 
 
-def test_a_plan_needs_no_verb() -> None:
+def test_triax_plan_searches_without_a_verb() -> None:
     assert run_triax("plan", *PLAN)[1][:200] == run_triax("plan", "search", *PLAN)[1][:200]
 
 
@@ -53,7 +53,7 @@ def test_a_plan_needs_no_verb() -> None:
         ("run --replicas a,a x.py", "--replicas = 'a,a': give a number of at least 1, or different names: a,b,c."),
     ],
 )
-def test_a_mistake_is_one_line(words: str, said: str) -> None:
+def test_command_line_mistakes_are_one_line(words: str, said: str) -> None:
     assert run_triax(*words.split()) == (2, f"triax: {said}")
 
 

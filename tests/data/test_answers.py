@@ -1,4 +1,4 @@
-"""Prompts with answers: the tokens, and the tokens that count, are those of TRL's trainers."""
+"""Prompts with answers: tokens and labels equal those of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_conversations_count_the_tokens_of_the_assistant(folder: Path) -> None:
         assert [label[at] for at in places] == [each.ids[at + 1] for at in places]
 
 
-def test_answers_without_pairs_have_the_answer_before_at_their_prompt(tmp_path: Path) -> None:
+def test_unpaired_rows_include_mismatched_answers(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}? ", "completion": word, "label": n % 2} for n, word in enumerate(("ab", "cde", "f"))]
     answers = Answers(write(tmp_path / "kto.jsonl", rows), "unpaired", "bytes", 64)
     texts = [bytes(row.ids.tolist()).decode() for row in answers.rows]
@@ -128,7 +128,7 @@ def test_answers_without_pairs_have_the_answer_before_at_their_prompt(tmp_path: 
     assert answers.mismatched([1, 2])[1]["reference"].tolist() == [3, 5]
 
 
-def test_pairs_come_better_answers_first_with_their_reference(tmp_path: Path) -> None:
+def test_a_batch_of_pairs_has_the_chosen_answers_first(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}", "chosen": "y", "rejected": "n"} for n in range(4)]
     answers = Answers(write(tmp_path / "pairs.jsonl", rows), "pairs", "bytes", 64)
     answers.reference = torch.arange(8.0, dtype=torch.float64).view(4, 2)
@@ -153,7 +153,7 @@ def test_rows_are_cut_and_samples_without_an_answer_are_left_out(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "datasets"])
-def test_tables_are_read_as_datasets_writes_them(tmp_path: Path, kind: str) -> None:
+def test_tables_written_by_datasets_are_read(tmp_path: Path, kind: str) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": f"{n}? ", "chosen": "yes", "rejected": "no"} for n in range(5)]
     data = datasets.Dataset.from_list(rows)
@@ -177,7 +177,7 @@ def test_tables_are_read_as_datasets_writes_them(tmp_path: Path, kind: str) -> N
         ({"prompt": [{"content": "x"}], "chosen": [], "rejected": []}, "message 1 of 'prompt' is not an object with"),
     ],
 )
-def test_mistakes_name_file_and_line(tmp_path: Path, row: Any, message: str) -> None:
+def test_mistakes_in_answers_name_file_and_line(tmp_path: Path, row: Any, message: str) -> None:
     first = {"prompt": "a", "chosen": "b", "rejected": "c"}
     with pytest.raises(ConfigError) as found:
         Answers(write(tmp_path / "rows.jsonl", [first, row]), "pairs", "bytes", 64)

@@ -1,4 +1,4 @@
-"""Conversations: tokens by the chat template, and loss on the assistant's tokens only, as transformers itself says."""
+"""Conversations: tokens by the chat template, and labels only on the assistant's tokens, as in transformers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def reference(folder: Path, messages: list[dict[str, str]]) -> tuple[list[int], 
 
 
 @pytest.mark.parametrize("name", ["plain", "marked"])
-def test_the_assistants_tokens_are_those_that_transformers_marks(made: Path, name: str) -> None:
+def test_assistant_tokens_equal_those_marked_by_transformers(made: Path, name: str) -> None:
     template = ChatTemplate(made / name)
     for messages in CONVERSATIONS:
         found = template.encode(messages)
@@ -86,7 +86,7 @@ def test_the_assistants_tokens_are_those_that_transformers_marks(made: Path, nam
         assert 0 < sum(counted) < len(counted)
 
 
-def test_labels_count_on_the_assistants_tokens_only(made: Path, tmp_path: Path) -> None:
+def test_only_tokens_of_the_assistant_have_labels(made: Path, tmp_path: Path) -> None:
     tokenize([made / "chat.jsonl"], made / "plain", tmp_path / "out", chat=True)
     facts = TokenFolder(tmp_path / "out").index.tokenizer
     assert facts.vocab_size == TokenFolder(tmp_path / "out").largest + 1  # with tokens that the configuration adds

@@ -1,4 +1,4 @@
-"""Damaged files of tokens, sources, records and places: each is refused by one line, or its numbers are unchanged.
+"""Damaged files of tokens, sources, records and loader states: a one-line error, or unchanged numbers.
 
 A random damage is a function of its number: `damage(7, path)` is the same again.
 """
@@ -149,7 +149,7 @@ def test_a_hostile_index_with_a_right_checksum_is_refused(tmp_path: Path, number
 
 
 @pytest.mark.parametrize("numbers", SOME)
-def test_hostile_headers_are_refused_or_change_no_number(tmp_path: Path, numbers: range) -> None:
+def test_hostile_headers_are_refused_or_change_no_tokens(tmp_path: Path, numbers: range) -> None:
     """The header of a file is changed, with the index's size and checksum for it."""
     import hashlib
 
@@ -204,7 +204,7 @@ def test_damaged_sources_are_refused_or_read(tmp_path: Path, format: str, number
 
 
 @pytest.mark.parametrize("numbers", SOME)
-def test_damaged_records_are_made_again_or_refused(tmp_path: Path, numbers: range) -> None:
+def test_tokenize_rewrites_or_refuses_damaged_files(tmp_path: Path, numbers: range) -> None:
     """A run that was interrupted, and then its files damaged, writes the right bytes or is refused."""
     source = write_json_lines(tmp_path / "a.jsonl", texts(40))
     right = tokenize([source], "bytes", tmp_path / "right", piece_bytes=400).folder
@@ -227,7 +227,7 @@ def test_damaged_records_are_made_again_or_refused(tmp_path: Path, numbers: rang
 
 
 @pytest.mark.parametrize("numbers", SOME)
-def test_hostile_places_are_refused(tmp_path: Path, numbers: range) -> None:
+def test_hostile_loader_states_are_refused(tmp_path: Path, numbers: range) -> None:
     loader = TokenData(folder(tmp_path, 20), 24).loader(2, 2, seed=1, threads=0)
     state = loader.state_dict()
     for number in numbers:

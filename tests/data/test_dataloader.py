@@ -60,7 +60,7 @@ def start_of_epoch(stream: Stream, epoch: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_it_goes_on_where_it_was(workers: int) -> None:
+def test_a_loader_resumes_at_its_position(workers: int) -> None:
     """Resume at every position of two epochs, and from there with other numbers of replicas and batch sizes."""
     whole = taken(RepeatingLoader(loader()), 40)
     made = loader(workers=workers)
@@ -105,7 +105,7 @@ def test_a_batch_that_was_read_in_part_is_given_again() -> None:
     assert taken(made, 7) != first
 
 
-def test_a_reader_follows_a_loader_that_is_moved() -> None:
+def test_a_repeating_loader_follows_seek() -> None:
     made = loader()
     source = RepeatingLoader(made)
     first = taken(source, 9)
@@ -117,7 +117,7 @@ def test_a_reader_follows_a_loader_that_is_moved() -> None:
         next(RepeatingLoader([]))
 
 
-def test_what_does_not_fill_a_batch() -> None:
+def test_an_incomplete_last_batch_is_dropped_or_filled() -> None:
     whole = [i for batch in loader() for i in batch.tolist()]
     assert len(whole) == len(set(whole)) == 40
     filled = [i for batch in loader(drop_last=False) for i in batch.tolist()]
@@ -128,7 +128,7 @@ def test_what_does_not_fill_a_batch() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_has_its_own_order(workers: int) -> None:
+def test_an_iterable_dataset_keeps_its_own_order(workers: int) -> None:
     made = loader(Stream(told=True), workers=workers)
     source = RepeatingLoader(made)
     seen = taken(source, 24)
@@ -144,7 +144,7 @@ def test_a_stream_has_its_own_order(workers: int) -> None:
     assert [i for batch in loader(Stream(told=False)) for i in batch.tolist()] == [*range(40)]
 
 
-def test_what_it_cannot_do_it_says() -> None:
+def test_wrong_states_and_datasets_of_a_loader_are_refused() -> None:
     state = loader().state_dict()
     with pytest.raises(ValueError, match=r"belongs to training_data with samples 9, but here it is 43"):
         loader().load_state_dict({**state, "samples": 9})
@@ -162,7 +162,7 @@ def test_what_it_cannot_do_it_says() -> None:
         loader(i for i in range(9))
 
 
-def test_reading_changes_nothing_that_is_drawn() -> None:
+def test_reading_batches_keeps_the_random_state() -> None:
     """Torch's loader draws a seed for its workers from the generator that the model's dropout uses."""
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -180,7 +180,7 @@ class Noisy(torch.utils.data.Dataset[Tensor]):
         return index + torch.rand(())
 
 
-def test_what_workers_draw_depends_on_seed_and_epoch() -> None:
+def test_random_numbers_of_workers_depend_on_seed_and_epoch() -> None:
     epochs = [[batch.tolist() for batch in each] for each in [loader(Noisy(), workers=1)] * 2]
     made = loader(Noisy(), workers=1)
     made.seek(5)
@@ -219,8 +219,8 @@ def part(sizes: tuple[int, int, int], start: Halt | None, steps: int) -> tuple[l
 
 
 @pytest.mark.parametrize("sizes", [[(1, 1, 1), (4, 1, 1), (2, 2, 1)], [(2, 2, 1), (1, 4, 1), (1, 1, 1)]])
-def test_a_run_goes_on_in_the_middle_of_an_epoch_on_another_grid(ranks: Any, sizes: Any) -> None:
-    [(whole, (weights, end))] = ranks(1, part, (1, 1, 1), None, 9)
+def test_a_run_resumes_within_an_epoch_on_another_grid(ranks: Any, sizes: Any) -> None:
+    [(whole, (weights, end))] = ranks(1, part, (1, 1, 1), start=None, steps=9)
     losses: list[float] = []
     halt: Any = None
     for grid in sizes:
@@ -243,12 +243,12 @@ def ends_early(sizes: tuple[int, int, int]) -> str:
     return str(caught.value)
 
 
-def test_data_that_ends_says_at_which_microbatch(ranks: Any) -> None:
+def test_errors_name_the_microbatch_at_which_data_ended(ranks: Any) -> None:
     for said in ranks(2, ends_early, (2, 1, 1)):
         assert "the data ended after 1 of the 4 microbatches of this step" in said
 
 
-def test_the_key_of_the_configuration() -> None:
+def test_dataloader_drop_last_sets_the_number_of_batches() -> None:
     made = engine(Grid(), dataloader_drop_last=False)
     assert len(made.training_dataloader) == 24 and len(engine(Grid()).training_dataloader) == 20
     assert isinstance(made.training_dataloader.batch_sampler, BatchOrder)
@@ -285,7 +285,7 @@ def warned_of_equal_rows(kind: str, axes: dict[str, Any], same: bool) -> list[st
     ],
 )
 def test_replicas_on_the_same_rows_are_warned_of(ranks: Any, kind: str, axes: dict[str, int]) -> None:
-    """As with a plain DataLoader: every replica computed the same gradient, without a word. Tensor ranks must."""
+    """With a plain DataLoader every replica computed the same gradient, without a warning. Tensor ranks must do so."""
     size = math.prod(axes.values())
-    assert sum(map(len, ranks(size, warned_of_equal_rows, kind, axes, True))) == 1
-    assert not any(ranks(size, warned_of_equal_rows, kind, axes, False))
+    assert sum(map(len, ranks(size, warned_of_equal_rows, kind, axes, same=True))) == 1
+    assert not any(ranks(size, warned_of_equal_rows, kind, axes, same=False))

@@ -33,7 +33,7 @@ def tokens(tmp_path_factory: Any) -> Path:
 
 
 @pytest.mark.parametrize("length", [1, 7, 64, 10_000])
-def test_rows_are_those_of_pack(tokens: Path, length: int) -> None:
+def test_loader_rows_equal_those_of_pack(tokens: Path, length: int) -> None:
     """The models' own ``pack``, which goes token by token, makes the same rows."""
     opened = TokenFolder(tokens)
     plain = [opened.document(number).tolist() for number in range(COUNT)]
@@ -51,7 +51,7 @@ def test_rows_are_those_of_pack(tokens: Path, length: int) -> None:
 
 @pytest.mark.parametrize("packing", ["cut", "whole"])
 @pytest.mark.parametrize("length", [24, 300])
-def test_every_document_of_an_epoch_once_on_any_number_of_replicas(tokens: Path, packing: str, length: int) -> None:
+def test_every_document_is_read_once_on_any_replica_count(tokens: Path, packing: str, length: int) -> None:
     wanted = Counter(texts(COUNT))
     data = TokenData(tokens, length, packing=packing)
     alone = [rows_of(data.loader(8, 2, seed=5, epochs=2, threads=threads)) for threads in (0, 1, 3)]
@@ -85,7 +85,7 @@ def _whole(ids: Tensor, documents: Tensor, labels: Tensor) -> Counter[str]:
 
 
 @pytest.mark.parametrize("packing", ["cut", "whole"])
-def test_a_place_is_resumed_on_any_grid_bit_by_bit(tokens: Path, packing: str) -> None:
+def test_the_loader_resumes_bitwise_on_any_number_of_replicas(tokens: Path, packing: str) -> None:
     """Runs that stop after each step, and go on with other numbers of replicas, batch sizes and threads.
 
     They have the rows of one run that never stops, and in them every document of each epoch once.
@@ -138,7 +138,7 @@ def test_a_place_is_resumed_on_any_grid_bit_by_bit(tokens: Path, packing: str) -
     assert loader.seeks == 2 and loader.epoch == 8 / loader.rows.count
 
 
-def test_the_order_is_a_function_of_seed_and_epoch() -> None:
+def test_hashes_equal_the_published_splitmix64_values() -> None:
     """SplitMix64 with its published test vector. It may never change: runs resume from its orders."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert hashes(1234567, 4).tolist() == published
@@ -146,7 +146,7 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     assert np.bincount(firsts).min() > 150
 
 
-def test_rows_are_permuted_without_a_table() -> None:
+def test_permute_returns_a_permutation_for_every_count() -> None:
     """Every count of rows has a permutation, which a seed chooses. It may never change either."""
     for count in [*range(1, 70), 255, 256, 257, 5000, 9000]:
         assert sorted(permute(np.arange(count), count, 7).tolist()) == [*range(count)]
@@ -190,7 +190,7 @@ def _of_part(path: Path, held_out: float, part: str) -> Counter[str]:
     return documents_in(*rows_of(data.loader(1, 1, epochs=1)))
 
 
-def test_several_folders_are_one_set_and_weights_make_a_mixture(tokens: Path, tmp_path: Path) -> None:
+def test_folders_are_joined_or_mixed_by_weights(tokens: Path, tmp_path: Path) -> None:
     other = folder(tmp_path, 40, seed=9)
     both = TokenData([tokens, other], 32, shuffle=False).loader(2, 2, epochs=1)
     assert documents_in(*rows_of(both)) == Counter(texts(COUNT)) + Counter(texts(40, 9))
@@ -213,7 +213,7 @@ def test_several_folders_are_one_set_and_weights_make_a_mixture(tokens: Path, tm
         mixed.loader(4, 4, epochs=1)
 
 
-def test_a_mixture_deals_out_every_row_of_each_member_in_order() -> None:
+def test_a_mixture_reads_every_row_of_each_member_in_order() -> None:
     mixture = Mixture([0.7, 0.2, 0.1])
     members, rows = mixture.locate(np.arange(2 * BLOCK))
     for member, share in enumerate((0.7, 0.2, 0.1)):
@@ -227,7 +227,7 @@ def test_a_mixture_deals_out_every_row_of_each_member_in_order() -> None:
             Mixture(weights)
 
 
-def test_best_fit_is_best_fit_decreasing() -> None:
+def test_best_fit_equals_the_textbook_algorithm() -> None:
     """The rows are those of the textbook's loop, one piece after another."""
     drawn = np.random.default_rng(0)
     for room, count in ((1, 5), (10, 100), (64, 500), (2048, 300)):
@@ -246,7 +246,7 @@ def test_best_fit_is_best_fit_decreasing() -> None:
         assert sorted(room - used) == sorted(left)
 
 
-def test_wrong_arguments_are_named(tokens: Path, tmp_path: Path) -> None:
+def test_wrong_arguments_of_token_data_are_named(tokens: Path, tmp_path: Path) -> None:
     small = folder(tmp_path, 1)
     data = TokenData(tokens, 8)
     cases: list[tuple[Any, str]] = [
@@ -318,9 +318,9 @@ def part(tokens: str, sizes: tuple[int, int, int], saved: str, resume: bool, ste
     return losses, engine.training_dataloader.state_dict()
 
 
-def test_a_run_goes_on_on_another_grid(ranks: Any, tokens: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_its_data_on_another_grid(ranks: Any, tokens: Path, tmp_path: Path) -> None:
     """The place is in the checkpoint, so the losses are those of a run that was never stopped."""
-    [(whole, end)] = ranks(1, part, str(tokens), (1, 1, 1), str(tmp_path / "whole"), False, 4)
+    [(whole, end)] = ranks(1, part, str(tokens), (1, 1, 1), str(tmp_path / "whole"), resume=False, steps=4)
     losses: list[float] = []
     for sizes in [(2, 2, 1), (1, 1, 2)]:
         count = sizes[0] * sizes[1] * sizes[2]

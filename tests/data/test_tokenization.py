@@ -1,4 +1,4 @@
-"""Text made into tokens: every format, resumed runs, bad input named with its line, and the command."""
+"""Tokenizing text: every format, resumed runs, wrong input named with its line, and the command."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_json_lines_parquet_and_arrow_have_the_same_documents(tmp_path: Path) ->
     assert {each.format for each in found} == {"jsonl", "parquet", "arrow"} and left["text beside data files"] >= 1
 
 
-def test_the_files_are_safetensors(tmp_path: Path) -> None:
+def test_token_files_are_safetensors(tmp_path: Path) -> None:
     tokenize([write_json_lines(tmp_path / "a.jsonl", TEXTS)], "bytes", tmp_path / "out")
     file = load_file(tmp_path / "out" / "00000.safetensors")
     assert {name: (str(array.dtype), array.shape) for name, array in file.items()} == {
@@ -114,7 +114,7 @@ def test_the_files_are_safetensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, 64, 4096])
-def test_parts_of_a_file_are_cut_at_lines(tmp_path: Path, piece_bytes: int) -> None:
+def test_files_are_cut_into_parts_at_lines(tmp_path: Path, piece_bytes: int) -> None:
     content = "".join(f"{text}\n" for text in TEXTS[:20]).removesuffix("\n") + "\r\nlast"
     (tmp_path / "a.txt").write_bytes(content.encode())
     reading = Reading(split="line")
@@ -128,7 +128,7 @@ def test_parts_of_a_file_are_cut_at_lines(tmp_path: Path, piece_bytes: int) -> N
     assert lines == [*enumerate([*TEXTS[:20], "last"], 1)]
 
 
-def test_several_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
+def test_an_interrupted_tokenize_resumes_to_equal_bytes(tmp_path: Path) -> None:
     source = write_json_lines(tmp_path / "a.jsonl", TEXTS)
     done: list[int] = []
     tokenize([source], "bytes", tmp_path / "one", piece_bytes=400)
@@ -159,7 +159,7 @@ def test_several_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_processes_write_the_same_bytes(tmp_path: Path) -> None:
+def test_three_processes_write_the_bytes_of_one(tmp_path: Path) -> None:
     source = write_json_lines(tmp_path / "a.jsonl", TEXTS)
     for processes in (1, 3):
         tokenize([source], "bytes", tmp_path / str(processes), piece_bytes=300, processes=processes)
@@ -201,7 +201,7 @@ def test_bad_documents_are_named_with_their_line(tmp_path: Path, line: str, mess
         assert (made.bad, made.folder.index.documents) == (1, 31) and "line 31" in made.first_bad
 
 
-def test_other_bad_input_is_named(tmp_path: Path) -> None:
+def test_damaged_and_wrong_inputs_are_named(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"a\nb\n\xff")
     (tmp_path / "zero.txt").write_bytes(b"a\0b")
     (tmp_path / "empty.txt").write_bytes(b"")
@@ -277,7 +277,7 @@ def test_a_tokenizer_is_trained_and_recognised(tmp_path: Path) -> None:
     assert "There is no document 99" in command("data", "show", out, "--document", 99)
 
 
-def test_the_lines_of_rows_before_a_part(tmp_path: Path) -> None:
+def test_lines_before_counts_the_rows_before_a_part(tmp_path: Path) -> None:
     path = str(write(tmp_path / "a.parquet", "parquet", TEXTS))
     assert lines_before(Part(path, "parquet", 3, 4)) == 21
     values = [*documents(Part(path, "parquet", 3, 4), Reading())]

@@ -24,7 +24,7 @@ def on_the_cpu(**config: Any) -> Trained:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_training_on_the_device_is_training_on_the_cpu(device: torch.device, dtype: str, stage: int) -> None:
+def test_training_on_the_device_equals_the_cpu(device: torch.device, dtype: str, stage: int) -> None:
     """A first step's errors are roundings: some tens of operations lie between a weight and its gradient."""
     wanted = on_the_cpu()
     found = train_gpt(triax.Grid(device=device), dtype, zero_optimization={"stage": stage})
@@ -39,7 +39,7 @@ def test_training_on_the_device_is_training_on_the_cpu(device: torch.device, dty
         assert furthest(found.weights, wanted.weights) < 1e-10
 
 
-def test_weights_and_dropout_masks_are_the_cpus(device: torch.device) -> None:
+def test_device_weights_and_dropout_masks_equal_the_cpus(device: torch.device) -> None:
     """Initial weights and dropout masks come from seeds and positions, and not from a device's generator."""
     wanted = train_gpt(triax.Grid(device="cpu"), "float64", dropout=0.2)
     found = train_gpt(triax.Grid(device=device), "float64", dropout=0.2)
@@ -66,7 +66,7 @@ def test_a_plain_module_trains_as_on_the_cpu(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("recompute", [{"interval": 1}, {"interval": 2}, {"granularity": "selective"}])
-def test_recomputed_layers_have_the_same_gradients(device: torch.device, recompute: dict[str, Any]) -> None:
+def test_recomputed_layers_on_the_device_have_equal_gradients(device: torch.device, recompute: dict[str, Any]) -> None:
     plain = train_gpt(triax.Grid(device=device), "float64", dropout=0.2)
     found = train_gpt(triax.Grid(device=device), "float64", dropout=0.2, activation_checkpointing=recompute)
     assert furthest(found.gradients, plain.gradients) < 1e-12
@@ -93,7 +93,7 @@ def test_compiled_layers_train_as_on_the_cpu(device: torch.device, config: dict[
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
-def test_fused_optimizers_step_as_the_cpus(device: torch.device, kind: str) -> None:
+def test_fused_optimizers_step_as_on_the_cpu(device: torch.device, kind: str) -> None:
     optimizer = {"type": kind, "params": {"lr": 1e-2}}
     wanted = train_gpt(triax.Grid(device="cpu"), "float64", optimizer=optimizer)
     found = train_gpt(triax.Grid(device=device), "float64", optimizer=optimizer, zero_optimization={"stage": 1})
@@ -102,7 +102,7 @@ def test_fused_optimizers_step_as_the_cpus(device: torch.device, kind: str) -> N
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("target", ["cpu", "device"])
-def test_a_run_goes_on_from_its_checkpoint(device: torch.device, tmp_path: Any, stage: int, target: str) -> None:
+def test_a_device_run_resumes_from_its_checkpoint(device: torch.device, tmp_path: Any, stage: int, target: str) -> None:
     """The optimizer's step counts go to the device with the state: fused kernels read them there."""
     there = torch.device("cpu") if target == "cpu" else device
     config: dict[str, Any] = {"zero_optimization": {"stage": stage}}

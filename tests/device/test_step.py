@@ -1,4 +1,4 @@
-"""A step on the device: no wait of the host, memory by the allocator, offload, copies for checkpoints, the timeline."""
+"""A step on the device: waits of the host, memory by the allocator, offload, checkpoints, the timeline."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_step_of_a_plain_module_waits_once_for_the_device(device: torch.device
 
 @pytest.mark.cuda_only
 @pytest.mark.parametrize("stage", [0, 3])
-def test_peak_memory_is_what_was_counted(device: torch.device, stage: int) -> None:
+def test_device_peak_memory_is_near_the_count(device: torch.device, stage: int) -> None:
     """Within 10 % of the report, by the allocator's own peak."""
     grid = triax.Grid(device=device)
     layers: list[Any] = [nn.Linear(2048, 2048, device=device) for _ in range(8)]
@@ -105,7 +105,7 @@ def test_offload_to_pinned_memory_changes_no_number(device: torch.device, stage:
     assert found.losses == pytest.approx(plain.losses, rel=1e-10)
 
 
-def test_a_checkpoint_written_behind_is_that_of_its_step(device: torch.device, tmp_path: Path) -> None:
+def test_async_checkpoints_have_the_weights_of_their_step(device: torch.device, tmp_path: Path) -> None:
     """The copies to pinned memory are complete before the next step changes the weights."""
     engine = gpt_engine(triax.Grid(device=device), checkpoint={"async": True})
     data = microbatches(engine.grid)
@@ -120,7 +120,7 @@ def test_a_checkpoint_written_behind_is_that_of_its_step(device: torch.device, t
     assert all(torch.equal(tensor.cpu(), wanted[name]) for name, tensor in resumed.gather().items())
 
 
-def test_the_timeline_is_of_the_devices_events(device: torch.device) -> None:
+def test_device_timelines_have_ordered_ops_of_the_device(device: torch.device) -> None:
     """Times are those at which the device reaches an op, and not those at which the host queues it."""
     engine = gpt_engine(triax.Grid(device=device), pipeline={"schedule": "zb-h1"})
     data = microbatches(engine.grid)
@@ -136,7 +136,7 @@ def test_the_timeline_is_of_the_devices_events(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
-def test_dropout_of_torch_repeats_under_recomputation(device: torch.device, precision: dict[str, Any]) -> None:
+def test_recomputation_repeats_torchs_dropout_masks(device: torch.device, precision: dict[str, Any]) -> None:
     """torch's own dropout draws from the device's generator, which recomputation puts back."""
 
     def gradients(recompute: dict[str, Any]) -> dict[str, torch.Tensor]:

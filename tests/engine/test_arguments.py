@@ -32,7 +32,7 @@ def require_named(name: str, call: Callable[[Any], object], values: list[Any]) -
         assert f" was given {name}=" in text and ": give " in text, (text, value)
 
 
-def test_arguments_of_an_engine(tmp_path: Path) -> None:
+def test_wrong_arguments_of_engine_methods_are_named(tmp_path: Path) -> None:
     """A client state of 3 ended in "'int' object is not iterable"; a tag of any object became a folder's name."""
     engine: Any = triax.initialize(model=nn.Linear(2, 2), config=CONFIG)[0]
     save, load = engine.save_checkpoint, engine.load_checkpoint
@@ -65,7 +65,7 @@ def test_arguments_of_an_engine(tmp_path: Path) -> None:
     require_named("is_boundary", engine.set_gradient_accumulation_boundary, [*WRONG, None])
 
 
-def test_arguments_of_a_pipeline() -> None:
+def test_wrong_num_micro_batches_of_eval_batch_is_named() -> None:
     module = triax.PipelineModule(layers(), loss_fn=mean_loss)
     engine: Any = triax.initialize(model=module, config=CONFIG)[0]
     x, y = torch.randn(2, 2), torch.randn(2, 2)
@@ -88,12 +88,12 @@ def test_arguments_of_a_pipeline() -> None:
         ("activation_checkpoint_interval", [None, -1, 2.5, math.nan, "x"]),
     ],
 )
-def test_arguments_of_a_pipeline_module(name: str, values: list[Any]) -> None:
+def test_wrong_arguments_of_a_pipeline_module_are_named(name: str, values: list[Any]) -> None:
     """A loss function of 3 was found in the first step."""
     require_named(name, lambda value: triax.PipelineModule(layers(), **{name: value}), values)
 
 
-def test_layers_and_seeds_of_a_pipeline_module() -> None:
+def test_wrong_layers_seeds_and_devices_of_a_module_are_refused() -> None:
     require_named("layers", triax.PipelineModule, [None, 3, object()])
     for seed in (math.nan, -1, "x"):
         with pytest.raises(ValueError, match=r"seed is .*: give a whole number from 0"):
@@ -110,7 +110,7 @@ def test_layers_and_seeds_of_a_pipeline_module() -> None:
         ("device", ["", "x", 2.5, [], object()]),
     ],
 )
-def test_arguments_of_a_grid(name: str, values: list[Any]) -> None:
+def test_wrong_arguments_of_a_grid_are_named(name: str, values: list[Any]) -> None:
     """A time limit of -1 was accepted on one process."""
     require_named(name, lambda value: triax.Grid(**{name: value}), values)
 

@@ -136,7 +136,7 @@ def stepped(
     return Stepped(initial, value, gradients, dtypes, scale, *wanted, unscaled)
 
 
-def further(found: Gradients, wanted: Gradients) -> float:
+def largest_relative_difference(found: Gradients, wanted: Gradients) -> float:
     """The largest difference of a gradient, by the norm of that gradient."""
     assert found.keys() == wanted.keys()
     return max(((found[n] - w).norm() / w.norm()).item() for n, w in wanted.items())
@@ -155,7 +155,7 @@ def assert_as_near_as_plain_autocast(made: Stepped) -> None:
     truth_loss, truth = plain(made.initial, None)
     assert made.loss == pytest.approx(made.plain_loss, rel=ROUNDING)
     assert made.loss == pytest.approx(truth_loss, rel=ROUNDING)
-    assert further(found, narrow) < further(narrow, truth)
+    assert largest_relative_difference(found, narrow) < largest_relative_difference(narrow, truth)
     nothing = dict.fromkeys(truth, torch.zeros(()))
     error, theirs, whole = (
         torch.stack([(a[n] - b[n]).double().norm() for n in truth]).norm()
@@ -176,7 +176,9 @@ def assert_as_near_as_plain_autocast(made: Stepped) -> None:
         (2, "1f1b", 1, {"activation_checkpoint_interval": 1}),
     ],
 )
-def test_stages_are_bitwise_plain_autocast(ranks: Any, pipe: int, schedule: str, chunks: int, options: Any) -> None:
+def test_pipeline_gradients_equal_plain_autocast_bitwise(
+    ranks: Any, pipe: int, schedule: str, chunks: int, options: Any
+) -> None:
     made = ranks(pipe, stepped, {"pipe": pipe}, schedule, chunks=chunks, model_options=options)[0]
     assert made.loss == pytest.approx(made.plain_loss, rel=1e-6)
     assert made.scale is None and made.dtypes == {torch.float32}
@@ -221,7 +223,7 @@ def deferred_on_rank() -> list[int]:
     return found
 
 
-def test_autocast_defers_as_many_weight_gradients() -> None:
+def test_autocast_defers_the_same_number_of_weight_gradients() -> None:
     plainly, narrowly = deferred_on_rank()
     assert plainly == narrowly == 7  # weight and bias of three layers, and the table
 
@@ -230,12 +232,12 @@ def test_autocast_defers_as_many_weight_gradients() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_replicas_of_every_stage_add_up_what_autocast_gives(ranks: Any, stage: int) -> None:
+def test_every_zero_stage_sums_plain_autocasts_gradients(ranks: Any, stage: int) -> None:
     """Sums over replicas are in fp32, so only their order differs from one process."""
     made = ranks(2, stepped, {"data": 2}, stage=stage)[0]
     assert made.dtypes == {torch.float32}
     bound = 1e-6 if stage < 3 else 2 * ROUNDING  # whose products keep weights, and are computed as a split's are
-    assert further(made.gradients, made.plain_gradients) < bound
+    assert largest_relative_difference(made.gradients, made.plain_gradients) < bound
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,9 @@ def test_replicas_of_every_stage_add_up_what_autocast_gives(ranks: Any, stage: i
         ({"data": 2, "tensor": 2}, "1f1b", 3, {"activation_checkpoint_interval": 1}),
     ],
 )
-def test_tensor_shards_are_within_a_rounding(ranks: Any, sizes: Any, schedule: str, stage: int, options: Any) -> None:
+def test_tensor_shards_round_once_more_than_plain_autocast(
+    ranks: Any, sizes: Any, schedule: str, stage: int, options: Any
+) -> None:
     """Partial sums of products travel in bfloat16, so each rounds once more."""
     size = math.prod(sizes.values())
     made = ranks(size, stepped, sizes, schedule, stage, vocabulary=True, tie=True, model_options=options)[0]
@@ -264,7 +268,7 @@ def traffic_on_rank(enabled: bool) -> float:
     return float(sum(entry["bytes"] for entry in made.traffic_report()["sent"]["tensor"].values()))
 
 
-def test_products_travel_narrow_over_the_tensor_axis(ranks: Any) -> None:
+def test_autocast_sends_products_over_the_tensor_axis_in_bf16(ranks: Any) -> None:
     """2 all-reduces a block forward, 2 backward, and 1 into the head: half the bytes; the embedding's and the
     loss's stay."""
     wide, narrow = (ranks(2, traffic_on_rank, enabled)[0] for enabled in (False, True))
@@ -282,7 +286,7 @@ def test_products_travel_narrow_over_the_tensor_axis(ranks: Any) -> None:
         {"amp": {"enabled": True, "loss_scale": 64}},
     ],
 )
-def test_float16_gradients_are_those_of_a_scaled_loss(ranks: Any, autocast: Any) -> None:
+def test_float16_gradients_equal_autocast_with_a_scaled_loss(ranks: Any, autocast: Any) -> None:
     made = ranks(2, stepped, {"pipe": 2}, autocast=autocast)[0]
     assert made.scale == 64.0 and made.dtypes == {torch.float32}
     assert made.loss == pytest.approx(made.plain_loss, rel=1e-6)
@@ -405,7 +409,7 @@ def module_on_rank(stage: int, options: Any = None) -> Any:
     return made.gather("gradients"), out.dtype, {b.communication_dtype for b in made.data_axis.buckets}, plain_net()
 
 
-def test_any_module_is_bitwise_plain_autocast() -> None:
+def test_module_gradients_equal_plain_autocast_bitwise() -> None:
     gradients, dtype, _, wanted = module_on_rank(0)
     assert dtype == torch.bfloat16
     assert_bitwise(gradients, divided(added(wanted)))
@@ -415,11 +419,11 @@ def test_any_module_is_bitwise_plain_autocast() -> None:
 def test_any_module_trains_as_plain_autocast_in_each_stage(ranks: Any, stage: int) -> None:
     for gradients, dtype, _, wanted in ranks(2, module_on_rank, stage):
         assert dtype == torch.bfloat16
-        assert further(gradients, divided(added(wanted))) < 1e-6  # the order of a sum in fp32
+        assert largest_relative_difference(gradients, divided(added(wanted))) < 1e-6  # the order of a sum in fp32
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_gradients_of_safe_modules_travel_narrow(ranks: Any, stage: int) -> None:
+def test_gradients_of_safe_modules_are_reduced_in_bf16(ranks: Any, stage: int) -> None:
     """Linears' gradients are rounded to bfloat16 and summed in it over the replicas, the norm's are not: bit by bit. In
     stage 0 once a step, in stage 2 each microbatch."""
     named = {"lower_precision_safe_modules": ["torch.nn.Linear"]}
@@ -449,10 +453,10 @@ def test_convolutions_and_functions_train_as_plain_autocast() -> None:
             _square(twin(x), y).backward()
         wanted = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
         gradients: Gradients = found.gather("gradients")
-        assert further(gradients, wanted) < ROUNDING
+        assert largest_relative_difference(gradients, wanted) < ROUNDING
         return gradients
 
-    assert further(made("zb-h1"), made("1f1b")) < ROUNDING
+    assert largest_relative_difference(made("zb-h1"), made("1f1b")) < ROUNDING
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ NORM = 2 * 8 * WIDTH + 8
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4])
-def test_buffers_of_a_plain_module_are_the_first_replicas(ranks: Any, tmp_path: Path, size: int) -> None:
+def test_all_replicas_of_a_module_get_the_first_ones_buffers(ranks: Any, tmp_path: Path, size: int) -> None:
     """Each replica had its own statistics: evaluation and state dicts depended on the rank."""
     wanted = replicated(size)
     for rank, stages in enumerate(ranks(size, plain, tmp_path)):
@@ -166,8 +166,10 @@ def test_buffers_of_a_plain_module_are_the_first_replicas(ranks: Any, tmp_path: 
     ],
     ids=str,
 )
-def test_buffers_of_a_pipeline_are_the_first_replicas(ranks: Any, tmp_path: Path, sizes: tuple[int, int, int]) -> None:
-    """And the state dict of a pipeline had none."""
+def test_all_replicas_of_a_pipeline_get_the_first_ones_buffers(
+    ranks: Any, tmp_path: Path, sizes: tuple[int, int, int]
+) -> None:
+    """The state dict of a pipeline also lacked its buffers."""
     wanted = {f"layers.{name}": value for name, value in replicated(sizes[1]).items() if name != "0.hidden"}
     for stages in ranks(math.prod(sizes), piped, sizes, tmp_path):
         for found, loaded, held in stages:
@@ -355,7 +357,7 @@ def plainly_after(failed: int) -> tuple[State, State]:
 
 @pytest.mark.parametrize("failed", [0, STEPS - 1])
 @pytest.mark.parametrize("piped", [False, True])
-def test_buffers_of_a_failed_step_are_the_first_replicas(ranks: Any, piped: bool, failed: int) -> None:
+def test_a_failed_step_leaves_all_replicas_the_first_ones_buffers(ranks: Any, piped: bool, failed: int) -> None:
     """A step that a nan loss ended left each replica its own buffers, some of them for ever."""
     after, end = plainly_after(failed)
     prefix = "layers." if piped else ""

@@ -1,4 +1,4 @@
-"""Compiled layers: gradients and steps of the uncompiled engine and of one process, and graphs that do run.
+"""Compiled layers: gradients and steps equal those of uncompiled layers and of one process, and graphs are run.
 
 The backend is aot_eager, which traces and differentiates graphs as inductor does, and compiles no kernels.
 """
@@ -108,12 +108,12 @@ def values(engine: triax.PipelineEngine) -> tuple[list[float], dict[str, Tensor]
     return losses, gradients, engine.gather(), engine.traffic_report()["sent"]
 
 
-def alike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def largest_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     assert found.keys() == wanted.keys()
     return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
 
 
-def compared(case: Case) -> tuple[Any, ...]:
+def train_compiled_and_uncompiled(case: Case) -> tuple[Any, ...]:
     """On a rank: a case compiled and not; its differences, and the graphs."""
     import torch._dynamo
 
@@ -123,8 +123,8 @@ def compared(case: Case) -> tuple[Any, ...]:
     found = values(engine)
     assert found[0] == pytest.approx(losses, abs=1e-12)
     assert found[3] == sent
-    assert alike(found[1], gradients) < 1e-12
-    assert alike(found[2], weights) < 1e-10
+    assert largest_difference(found[1], gradients) < 1e-12
+    assert largest_difference(found[2], weights) < 1e-10
     counts = engine.compilation
     assert counts is not None and engine.is_compiled
     ran = counts.runs
@@ -133,23 +133,23 @@ def compared(case: Case) -> tuple[Any, ...]:
     return losses, gradients, weights, evaluated, (len(counts.layers), counts.graphs, counts.runs)
 
 
-def check(ranks: Any, case: Case, logged: Any = None) -> list[tuple[int, int, int]]:
+def require_equal_to_uncompiled(ranks: Any, case: Case, logged: Any = None) -> list[tuple[int, int, int]]:
     size = 1
     for axis in AXES[:-1]:
         size *= case.get(axis, 1)
-    results = ranks(size, compared, case, timeout=180)
+    results = ranks(size, train_compiled_and_uncompiled, case, timeout=180)
     whole = dict.fromkeys(AXES, 1)
     losses, gradients, weights, _ = values(made(case, sizes=whole))
     for result in results:
         assert result[0] == pytest.approx(losses, abs=1e-10)
-        assert alike(result[1], gradients) < 1e-10
-        assert alike(result[2], weights) < 1e-10
+        assert largest_difference(result[1], gradients) < 1e-10
+        assert largest_difference(result[2], weights) < 1e-10
     return [result[4] for result in results]
 
 
 @pytest.mark.exhaustive
 def test_compiled_layers_have_the_gradients_of_uncompiled_ones(ranks: Any) -> None:
-    for layers, graphs, runs in check(ranks, CASES[DEFAULT]):
+    for layers, graphs, runs in require_equal_to_uncompiled(ranks, CASES[DEFAULT]):
         assert layers == 5  # embedding, positions, 2 blocks, norm; the head is the embedding
         assert layers <= graphs + 1 <= 3 * layers  # the two blocks share their graphs
         assert runs > layers * STEPS * 2  # the forward pass and the recomputation
@@ -157,8 +157,8 @@ def test_compiled_layers_have_the_gradients_of_uncompiled_ones(ranks: Any) -> No
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
-def test_compiled_layers_on_every_grid(ranks: Any, name: str) -> None:
-    for layers, graphs, runs in check(ranks, CASES[name]):
+def test_compiled_layers_train_as_uncompiled_on_every_grid(ranks: Any, name: str) -> None:
+    for layers, graphs, runs in require_equal_to_uncompiled(ranks, CASES[name]):
         assert graphs >= layers - 1 and runs >= layers * STEPS
 
 
@@ -182,8 +182,8 @@ def packed_rows(context: int) -> None:
     assert counts is not None and counts.graphs >= len(counts.layers) and counts.runs >= len(counts.layers) * STEPS * 2
     (losses, gradients, weights), (compiled_losses, compiled_gradients, compiled_weights) = found
     assert compiled_losses == pytest.approx(losses, abs=1e-12)
-    assert alike(compiled_gradients, gradients) < 1e-12
-    assert alike(compiled_weights, weights) < 1e-10
+    assert largest_difference(compiled_gradients, gradients) < 1e-12
+    assert largest_difference(compiled_weights, weights) < 1e-10
 
 
 @pytest.mark.parametrize("context", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
@@ -227,7 +227,7 @@ def test_the_blocks_of_a_plain_module_are_compiled(ranks: Any, config: dict[str,
     """Both replicas compute the same microbatches, so their gradients are those of one process."""
     wanted, _ = module_trained({})
     for found, (layers, graphs, runs) in ranks(2, counted, config, timeout=120):
-        assert alike(found, wanted) < 1e-10
+        assert largest_difference(found, wanted) < 1e-10
         again = 2 if "activation_checkpointing" in config else 1
         assert (layers, graphs, runs) == ([f"blocks.{i}" for i in range(3)], 1, 3 * 2 * STEPS * again)
 
@@ -235,7 +235,7 @@ def test_the_blocks_of_a_plain_module_are_compiled(ranks: Any, config: dict[str,
 # ------------------------------------------------------------------------------------------------ the key, and calls
 
 
-def test_the_key_is_on_and_off() -> None:
+def test_the_compile_key_turns_compilation_on_and_off() -> None:
     assert parse_config({"compile": True}).compile.enabled
     assert not parse_config({"compile": False}).compile.enabled
     assert not parse_config({"compile": {"deepcompile": False}}).compile.enabled
@@ -243,9 +243,9 @@ def test_the_key_is_on_and_off() -> None:
 
 
 @pytest.mark.parametrize("granularity", ["selective", "matmul"])
-def test_parts_of_layers_are_not_recomputed(granularity: str) -> None:
+def test_compiled_layers_refuse_recomputing_parts_of_a_layer(granularity: str) -> None:
     with pytest.raises(ConfigError, match=f"granularity is {granularity}, which recomputes parts"):
-        made({"activation_checkpointing": {"granularity": granularity}}, True)
+        made({"activation_checkpointing": {"granularity": granularity}}, compiled=True)
 
 
 def calls() -> dict[str, Any]:
@@ -291,7 +291,7 @@ def calls() -> dict[str, Any]:
 
 
 @pytest.mark.exhaustive
-def test_a_model_compiled_late_computes_the_same(ranks: Any) -> None:
+def test_a_model_compiled_after_a_step_keeps_its_outputs(ranks: Any) -> None:
     (found,) = ranks(1, calls, timeout=180)
     assert found["late"][0] == pytest.approx(found["late"][1], abs=1e-12)
     assert found["runs"] > 0
@@ -341,8 +341,8 @@ def with_inductor(folder: str) -> tuple[Any, Any, Any]:
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
-def test_inductors_kernels_compute_the_same_gradients(ranks: Any, tmp_path: Path) -> None:
+def test_inductors_kernels_give_the_gradients_of_plain_layers(ranks: Any, tmp_path: Path) -> None:
     ((wanted, found, runs),) = ranks(1, with_inductor, str(tmp_path), timeout=300)
     assert found[0] == pytest.approx(wanted[0], abs=1e-10)
-    assert alike(found[1], wanted[1]) < 1e-10
+    assert largest_difference(found[1], wanted[1]) < 1e-10
     assert runs > 0

@@ -109,7 +109,7 @@ def train(grid_sizes: tuple[int, ...], stage: int, folder: str = "", load: bool 
     return found if grid.rank == 0 else {}
 
 
-def equal(found: dict[str, Any], alone: dict[str, Any], what: Any) -> None:
+def require_equal(found: dict[str, Any], alone: dict[str, Any], what: Any) -> None:
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-12), what
     assert found["norm"] == pytest.approx(alone["norm"], rel=1e-11), what
     torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-12, msg=lambda text: f"{what}: {text}")
@@ -120,7 +120,7 @@ def alone() -> dict[str, Any]:
     return train((1, 1, 1, 1, 1), 0)
 
 
-def test_the_reference_is_plain_pytorch(alone: dict[str, Any]) -> None:
+def test_the_reference_of_five_axes_equals_plain_pytorch(alone: dict[str, Any]) -> None:
     with float64_by_default():
         model = triax.PipelineModule([LayerSpec(cls) for cls in (Part, MLP, Experts, MLP, Experts)], seed=3)
     whole = {layout_of(p).name: p.detach().requires_grad_() for p in model.parameters()}
@@ -150,29 +150,29 @@ def test_every_grid_of_five_axes_trains_as_one_process(ranks: Any, alone: dict[s
         (g, (i + k) % 4) for i, g in enumerate(GRIDS) if _ranks(g) == ranks_wanted for k in ((0, 2) if i else range(4))
     ]
     for cell, found in zip(cells, ranks(ranks_wanted, run, cells, timeout=120)[0], strict=True):
-        equal(found, alone, cell)
+        require_equal(found, alone, cell)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks_wanted", [2, 4, 8])
-def test_every_stage_on_every_grid(ranks: Any, alone: dict[str, Any], ranks_wanted: int) -> None:
+def test_every_stage_on_every_grid_equals_one_process(ranks: Any, alone: dict[str, Any], ranks_wanted: int) -> None:
     cells = list(product([g for g in GRIDS if _ranks(g) == ranks_wanted], range(4)))
     for cell, found in zip(cells, ranks(ranks_wanted, run, cells, timeout=280)[0], strict=True):
-        equal(found, alone, cell)
+        require_equal(found, alone, cell)
 
 
-def test_a_checkpoint_knows_no_expert_degree(ranks: Any, tmp_path: Path) -> None:
+def test_checkpoints_load_on_grids_of_other_expert_degrees(ranks: Any, tmp_path: Path) -> None:
     train((1, 1, 1, 1, 1), 0, str(tmp_path / "one"))
-    alone = train((1, 1, 1, 1, 1), 0, str(tmp_path / "one"), True)
-    for saving, stage, loading, its in (
+    alone = train((1, 1, 1, 1, 1), 0, str(tmp_path / "one"), load=True)
+    for saving, saving_stage, loading, loading_stage in (
         ((1, 2, 1, 1, 2), 1, (1, 2, 2, 1, 4), 3),
         ((1, 2, 2, 1, 2), 3, (1, 1, 2, 1, 1), 2),
         ((2, 2, 1, 1, 2), 2, (1, 1, 1, 1, 1), 0),
     ):
         folder = str(tmp_path / f"{saving}")
-        ranks(_ranks(saving), train, saving, stage, folder)
-        found = ranks(_ranks(loading), train, loading, its, folder, True)[0]
-        equal(found, alone, (saving, stage, loading, its))
+        ranks(_ranks(saving), train, saving, saving_stage, folder)
+        found = ranks(_ranks(loading), train, loading, loading_stage, folder, load=True)[0]
+        require_equal(found, alone, (saving, saving_stage, loading, loading_stage))
 
 
 def _ranks(grid: tuple[int, ...]) -> int:
@@ -193,7 +193,7 @@ def train_by_a_mean() -> None:
     engine.train_batch(iter([(torch.randn(2, 4, WIDTH),) * 2]))
 
 
-def test_a_mean_over_a_part_is_refused(ranks: Any) -> None:
+def test_a_mean_loss_on_a_context_axis_is_refused(ranks: Any) -> None:
     assert_every_rank_raises(ranks, 2, "context=2.*return a pair", train_by_a_mean)
 
 
@@ -205,7 +205,7 @@ def test_a_mean_over_a_part_is_refused(ranks: Any) -> None:
         ({"context": 2}, "needs a multiple of 2 processes"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, Any], text: str) -> None:
+def test_impossible_sizes_of_grid_axes_are_refused(sizes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         triax.Grid(**sizes)
 
@@ -225,7 +225,7 @@ def groups_are_made_alike(options: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("options", [{}, {"zero_hpz_partition_size": 2}])
-def test_a_stage_without_weights_makes_the_same_groups(ranks: Any, options: dict[str, Any]) -> None:
+def test_stage_3_trains_pipeline_stages_without_own_weights(ranks: Any, options: dict[str, Any]) -> None:
     losses = ranks(4, groups_are_made_alike, options, timeout=60)
     assert losses[1:] == losses[:-1]
 

@@ -100,8 +100,8 @@ def unlike_replicas() -> str:
     return str(error.value)
 
 
-def test_two_losses_are_not_a_sum_and_its_weight(ranks: Any) -> None:
-    """Their quotient was trained, without a word."""
+def test_loss_functions_that_return_two_losses_are_refused(ranks: Any) -> None:
+    """The quotient of the two losses was trained, without an error."""
     for loss, words in BAD_PAIRS:
         with pytest.raises(RuntimeError, match=words):
             engine_of(loss=loss).train_batch(signed())
@@ -217,7 +217,7 @@ CASES = [
 
 @pytest.mark.parametrize(("sizes", "cases"), CASES, ids=str)
 def test_parameters_of_a_loss_are_trained(ranks: Any, tmp_path: Path, sizes: Any, cases: Any) -> None:
-    """They were listed and never trained."""
+    """The parameters of a loss module were listed and never trained."""
     wanted = plain_balanced(balanced(), initial_layers())
     for rank in ranks(math.prod(sizes), train_balanced, sizes, cases, tmp_path):
         for found in rank:

@@ -1,4 +1,4 @@
-"""Layers measured one by one, and engines that cut by their costs: all ranks agree, and gradients are one process's."""
+"""Layers measured one by one, and engines cut by these costs: ranks agree, and gradients equal one process's."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def uneven() -> list[LayerSpec]:
     return [LayerSpec(Slow, 8, 0.0, 0.0)] * 5 + [LayerSpec(Slow, 8, 0.02, 0.03)]
 
 
-def test_seconds_and_bytes_are_those_of_the_layers() -> None:
+def test_measured_seconds_and_bytes_match_the_layers() -> None:
     x, y = random_pair(1, 4, 8)
     options = triax.EngineOptions(optimizer=torch.optim.AdamW, batch=BATCH)
     costs = triax.measure_layers(uneven(), (x, y), loss_fn=mean_loss, options=options)
@@ -73,7 +73,7 @@ def test_seconds_and_bytes_are_those_of_the_layers() -> None:
 
 
 @pytest.mark.parametrize(("recompute", "kept"), [("none", 4), ("full", 1)])
-def test_recomputation_keeps_inputs_and_computes_twice(recompute: str, kept: int) -> None:
+def test_measured_layers_with_full_recompute_keep_only_inputs(recompute: str, kept: int) -> None:
     layers = [LayerSpec(nn.Linear, 8, 8), LayerSpec(Deep, 4)]
     options = triax.EngineOptions(batch=BATCH, recompute={} if recompute == "none" else recompute)  # type: ignore[arg-type]
     costs = triax.measure_layers(layers + layers[:1], (torch.randn(4, 8), torch.randn(4, 8)), options=options)
@@ -115,7 +115,9 @@ def gpt_step(pipe: int, method: str, schedule: str = "1f1b", chunks: int | None 
     ("pipe", "method", "schedule", "chunks"),
     [(2, "time", "1f1b", None), (2, "auto", "1f1b", None), (2, "time", "zb-v", None), (3, "memory", "zb-h1", None)],
 )
-def test_gradients_are_those_of_one_process(ranks: Any, pipe: int, method: str, schedule: str, chunks: Any) -> None:
+def test_gradients_of_measured_cuts_equal_one_process(
+    ranks: Any, pipe: int, method: str, schedule: str, chunks: Any
+) -> None:
     _, wanted_loss, wanted = ranks(1, gpt_step, 1, "uniform")[0]
     found = ranks(pipe, gpt_step, pipe, method, schedule, chunks, timeout=120)
     for facts, loss, gradients in found:
@@ -126,7 +128,7 @@ def test_gradients_are_those_of_one_process(ranks: Any, pipe: int, method: str, 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("cut", [[0, 1, 7], [0, 3, 7], [0, 6, 7], [0, 2, 3, 5, 7]])
-def test_any_cut_has_the_same_gradients(ranks: Any, cut: list[int]) -> None:
+def test_every_partition_has_the_same_gradients(ranks: Any, cut: list[int]) -> None:
     _, wanted_loss, wanted = ranks(1, gpt_step, 1, "uniform")[0]
     for _, loss, gradients in ranks(2, gpt_given, cut):
         assert loss == pytest.approx(wanted_loss, rel=1e-10)
@@ -168,7 +170,7 @@ def model(partition: Any = "time", **arguments: Any) -> PipelineModule:
     return PipelineModule([LayerSpec(nn.Linear, 8, 8)] * 4, loss_fn=F.mse_loss, partition=partition, **arguments)
 
 
-def test_the_engine_cuts_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_partition_auto_cuts_the_layers_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
     engine: Any = triax.Engine(model("auto"), optimizer=SGD, batch=BATCH)
     assert "the layers are cut by auto: [0, 4], 1f1b, chunks 1, 4.8e+04 ms" in caplog.text
     assert engine.module.partition == [0, 4]
@@ -203,7 +205,7 @@ def engine_of(partition: str, costs: Any = (), batch: Any = BATCH, **options: An
     return triax.Engine(made, optimizer=SGD, batch=batch, **options)
 
 
-def test_options_that_layers_alone_cannot_have() -> None:
+def test_measure_layers_refuses_lora_and_interval() -> None:
     layers, pair = [LayerSpec(nn.Linear, 8, 8)] * 2, (torch.randn(2, 8), torch.randn(2, 8))
     cases: list[tuple[dict[str, Any], str]] = [
         ({"lora": {"rank": 2}}, "lora"),

@@ -1,4 +1,4 @@
-"""`initialize` of a plain module: DeepSpeed's loop, against a plain float64 loop of torch's in one process."""
+"""`initialize` of a plain module with DeepSpeed's loop, against a plain float64 loop of torch in one process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def every_case(cases: list[tuple[str, int, int]], folder: str) -> list[Trace]:
     return [*traces, engined(offloaded, grid), engined(once, grid)]
 
 
-def check(ranks: Any, size: int, cases: list[tuple[str, int, int]], folder: Path) -> None:
+def require_equal_to_plain(ranks: Any, size: int, cases: list[tuple[str, int, int]], folder: Path) -> None:
     expected = {(kind, a): plain(kind, size, a) for kind in OPTIMIZERS for a in (1, 3)}
     for traces in ranks(size, every_case, cases, str(folder), timeout=120):
         for trace, (kind, _, accumulation) in zip(traces, [*cases, *LAST], strict=True):
@@ -60,15 +60,15 @@ def check(ranks: Any, size: int, cases: list[tuple[str, int, int]], folder: Path
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_step_is_that_of_one_process(ranks: Any, size: int, tmp_path: Path) -> None:
+def test_module_engine_steps_equal_plain_pytorch(ranks: Any, size: int, tmp_path: Path) -> None:
     few = CASES[::4] + CASES[3::4]  # each optimizer in each stage, with one or several microbatches in turn
-    check(ranks, size, few, tmp_path)
+    require_equal_to_plain(ranks, size, few, tmp_path)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_step_is_that_of_one_process(ranks: Any, size: int, tmp_path: Path) -> None:
-    check(ranks, size, CASES, tmp_path)
+def test_all_module_engine_cases_equal_plain_pytorch(ranks: Any, size: int, tmp_path: Path) -> None:
+    require_equal_to_plain(ranks, size, CASES, tmp_path)
 
 
 def clipped_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ def without_gradient(stage: int, zero: dict[str, Any]) -> dict[str, Tensor]:
     ("stage", "zero"),
     [(0, {}), (2, {}), (3, {}), (3, {"reduce_each_microbatch": False}), (3, {"stage3_keep_gathered": True})],
 )
-def test_a_replica_without_a_gradient(ranks: Any, stage: int, zero: dict[str, Any]) -> None:
+def test_gradients_are_right_when_a_replica_has_none(ranks: Any, stage: int, zero: dict[str, Any]) -> None:
     model = net()
     for index, replica in ((0, 0), (1, 1)):
         x, y = microbatch(0, index, replica)
@@ -147,7 +147,7 @@ def without_gradient_after_two(stage: int) -> str:
     return "went on"
 
 
-def test_a_replica_that_cannot_tell_what_the_others_gather_says_so(ranks: Any) -> None:
+def test_two_passes_without_a_gradient_are_refused_in_stage_3(ranks: Any) -> None:
     for said in ranks(2, without_gradient_after_two, 3, timeout=20):
         assert "rank 1" in said and "exactly one forward pass ran before. Add 0.0 * output.sum() to the loss" in said
     assert ranks(2, without_gradient_after_two, 2, timeout=20) == ["went on"] * 2
@@ -174,7 +174,7 @@ def two_engines(stages: tuple[int, int], accumulation: int) -> list[dict[str, Te
 
 
 @pytest.mark.parametrize("stages", [(0, 2), (3, 1)])
-def test_one_loss_over_two_engines(ranks: Any, stages: tuple[int, int]) -> None:
+def test_two_engines_train_one_loss_as_plain_pytorch(ranks: Any, stages: tuple[int, int]) -> None:
     models = [net(seed) for seed in range(2)]
     optimizers = [
         cls(model.parameters(), **options) for model, (cls, options) in zip(models, OPTIMIZERS.values(), strict=True)
@@ -333,9 +333,9 @@ def all_waves() -> list[Any]:
     return [(kind, waves(kind, zero)) for kind, zero in cases]
 
 
-def test_complex_parameters_are_torchs(ranks: Any) -> None:
-    """Their norm was of the real parts alone, so clipping was wrong too; the fused optimizers failed on them."""
-    wanted = {kind: waves(kind, None) for kind in OPTIMIZERS}
+def test_complex_parameters_train_as_in_plain_pytorch(ranks: Any) -> None:
+    """The norm was that of the real parts only, so clipping was wrong too; fused optimizers failed."""
+    wanted = {kind: waves(kind, zero=None) for kind in OPTIMIZERS}
     for found in ranks(2, all_waves):
         for kind, steps in found:
             torch.testing.assert_close(steps, wanted[kind], rtol=1e-10, atol=1e-12)

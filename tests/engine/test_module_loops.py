@@ -1,4 +1,4 @@
-"""Loops of the engine of plain modules: DeepSpeed's, with data, schedules and modes, and calls that are wrong."""
+"""Loops of the engine of plain modules: DeepSpeed's loop, with data, schedules and modes, and wrong calls."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_training_data_has_one_order_and_resumes_on_another_grid(ranks: Any) -> 
     assert from_data(6, 8, workers=2)[0] == whole[6:]
 
 
-def test_the_wrong_call_says_which_is_right() -> None:
+def test_wrong_calls_of_a_module_engine_name_the_right_call() -> None:
     engine = one()
     with pytest.raises(RuntimeError, match=re.escape("step() without a backward pass: call engine.backward(loss)")):
         engine.step()
@@ -141,7 +141,7 @@ def staged() -> None:
     initialize(model=net(), config=config(), grid=Grid(pipe=2))
 
 
-def test_a_plain_module_has_no_stages(ranks: Any) -> None:
+def test_a_plain_module_is_refused_on_a_pipe_axis(ranks: Any) -> None:
     assert_every_rank_raises(ranks, 2, "list its layers in a PipelineModule", staged)
 
 
@@ -158,14 +158,14 @@ def one_fails() -> str:
     return "went on"
 
 
-def test_a_rank_that_fails_says_so_and_the_other_stops(ranks: Any) -> None:
+def test_a_failing_rank_stops_the_other_with_its_error(ranks: Any) -> None:
     other, failed = ranks(2, one_fails, timeout=20)
     assert failed.startswith("rank 1 (pipe 0, data 1, tensor 0) failed at forward of microbatch 0: RuntimeError: ")
     assert failed in other
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_code_within_an_update_sees_the_last_microbatch(accumulation: int) -> None:
+def test_optimizer_hooks_see_the_last_microbatch(accumulation: int) -> None:
     engine = one(config(accumulation=accumulation))
     seen = []
 
@@ -182,7 +182,7 @@ def test_code_within_an_update_sees_the_last_microbatch(accumulation: int) -> No
     assert engine.microbatch == 0
 
 
-def test_accumulation_is_counted_as_one_likes() -> None:
+def test_boundary_flags_and_counted_steps_accumulate_alike() -> None:
     boundary, counted = one(config(accumulation=2)), one(config(accumulation=2))
     for step in range(2):
         boundary.set_gradient_accumulation_boundary(step == 1)
@@ -216,7 +216,7 @@ def test_step_after_all_microbatches_at_once_warns(caplog: pytest.LogCaptureFixt
     assert caplog.text.count(words) == 1
 
 
-def test_accelerates_own_loop_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
+def test_accelerates_loop_gets_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     """accelerate says which microbatch is the last one, and calls step() behind this one alone."""
     wrapper = pytest.importorskip("accelerate.utils.deepspeed").DeepSpeedEngineWrapper
     whole, engine = one(config(accumulation=8)), one(config(accumulation=8))
@@ -272,7 +272,7 @@ def test_plateau_schedules_and_train_modes_follow_the_loop() -> None:
     assert torch.equal(plainly(x), engine(x))
 
 
-def test_more_microbatches_from_now_on() -> None:
+def test_set_train_batch_size_adds_microbatches_to_a_step() -> None:
     engine = one({"train_batch_size": MICRO, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
     engine.backward(loss_of(engine))
     engine.step()
@@ -286,7 +286,7 @@ def test_more_microbatches_from_now_on() -> None:
 
 
 @pytest.mark.parametrize("how", ["cast", "assigned", "swapped", "added", "unfrozen"])
-def test_weights_that_went_elsewhere_are_told_of(how: str) -> None:
+def test_step_refuses_weights_replaced_after_the_engine(how: str) -> None:
     """A step would move what the model does not have any more, or leave out what it has since."""
     engine = one({"train_batch_size": MICRO, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
     if how == "cast":
@@ -341,6 +341,6 @@ def local_ranks() -> tuple[int, str]:
     return engine.local_rank, os.environ["LOCAL_RANK"]
 
 
-def test_local_rank_is_the_launchers(ranks: Any) -> None:
+def test_local_rank_equals_the_launchers_variable(ranks: Any) -> None:
     """``local_rank`` was 0 on every rank without a GPU."""
     assert ranks(2, local_ranks) == [(0, "0"), (1, "1")]

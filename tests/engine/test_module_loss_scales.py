@@ -59,8 +59,8 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["backward", "scale", "plain", "together"])
-def test_loss_scales_come_in_once(way: str) -> None:
-    """However the backward pass is called, and whichever of two engines with unlike scales it is called by."""
+def test_each_loss_scale_is_applied_once(way: str) -> None:
+    """Two engines have different loss scales; an engine, a scaled loss or torch calls the backward pass."""
     x, _ = microbatch(0, 0, 0)
     ids = torch.zeros(3, dtype=torch.int64)
     scales = [{**HALF, "initial_scale_power": power} for power in (4, 7)]
@@ -89,7 +89,7 @@ def test_loss_scales_come_in_once(way: str) -> None:
     assert first == pytest.approx(expected, rel=2e-3) and second == pytest.approx(expected, rel=2e-3)
 
 
-def test_outputs_that_cannot_be_looked_into() -> None:
+def test_opaque_outputs_need_engine_backward_or_scale() -> None:
     ids = torch.zeros(3, dtype=torch.int64)
     engine, *_ = initialize(model=Wrapped(opaque=True), config=config(fp16=HALF))
     next(engine(torch.ones(MICRO, WIDTH), ids)).float().mean().backward()
@@ -103,7 +103,7 @@ def test_outputs_that_cannot_be_looked_into() -> None:
 
 @pytest.mark.parametrize("way", ["plain", "first", "second", "scale", "other scale"])
 @pytest.mark.parametrize("powers", [(4, 7), (None, 7), (7, None)])
-def test_loss_scales_of_engines_in_a_row(way: str, powers: tuple[int | None, int | None]) -> None:
+def test_chained_engines_apply_their_own_loss_scales(way: str, powers: tuple[int | None, int | None]) -> None:
     """A module of an engine uses this engine's loss scale; outside, that of the engine that began the pass."""
     scales = [None if power is None else {**HALF, "initial_scale_power": power} for power in powers]
     settings = [config() if scale is None else config(fp16=scale) for scale in scales]
@@ -138,7 +138,7 @@ def penalty(critic: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("way", ["backward", "scale", "plain"])
-def test_gradient_penalties_under_a_loss_scale(way: str) -> None:
+def test_gradient_penalties_are_right_under_a_loss_scale(way: str) -> None:
     engine, *_ = initialize(model=net().float(), config=config(fp16=HALF))
     model = net().float()
     x = microbatch(0, 0, 0)[0].float().requires_grad_()
@@ -156,7 +156,7 @@ def test_gradient_penalties_under_a_loss_scale(way: str) -> None:
     assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-2)
 
 
-def test_small_gradients_leave_in_the_dtype_of_the_inputs() -> None:
+def test_input_gradients_too_small_for_float16_are_kept() -> None:
     """Scaled inside, and true in float32: as float16, they would be nothing."""
     engine, *_ = initialize(model=net().float(), config=config(fp16={**HALF, "initial_scale_power": 16}))
     x = microbatch(0, 0, 0)[0].float().requires_grad_()
@@ -166,7 +166,7 @@ def test_small_gradients_leave_in_the_dtype_of_the_inputs() -> None:
     torch.testing.assert_close(small / factor, expected / factor, rtol=2e-2, atol=5e-3)
 
 
-def test_inputs_stay_the_objects_they_are() -> None:
+def test_inputs_of_a_module_engine_are_not_copied() -> None:
     class Kept(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -215,21 +215,21 @@ def in_eval_mode(stage: int, way: str, half: bool) -> tuple[list[float], dict[st
 
 @pytest.mark.parametrize("way", ["plain", "backward"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_training_in_eval_mode(ranks: Any, stage: int, way: str) -> None:
+def test_eval_mode_trains_as_plain_pytorch(ranks: Any, stage: int, way: str) -> None:
     expected = plain("SGD", 2, 2)
-    for norms, weights in ranks(2, in_eval_mode, stage, way, False):
+    for norms, weights in ranks(2, in_eval_mode, stage, way, half=False):
         assert norms == pytest.approx([norm for _, _, norm in expected], rel=1e-10)
         for name, value in weights.items():
             torch.testing.assert_close(value, expected[-1][1][name], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("way", ["plain", "backward"])
-def test_training_in_eval_mode_under_a_loss_scale(way: str) -> None:
-    norms, _ = in_eval_mode(0, way, True)
+def test_eval_mode_with_a_loss_scale_trains_as_plain_pytorch(way: str) -> None:
+    norms, _ = in_eval_mode(0, way, half=True)
     assert norms == pytest.approx([norm for _, _, norm in plain("SGD", 1, 2)], rel=2e-2)
 
 
-def test_outputs_that_cannot_be_looked_into_in_eval_mode() -> None:
+def test_opaque_outputs_in_eval_mode_need_engine_backward() -> None:
     ids, x = torch.zeros(3, dtype=torch.int64), torch.ones(MICRO, WIDTH)
     engine, *_ = initialize(model=Wrapped(opaque=True), config=config(fp16=HALF))
     engine.eval()
@@ -270,8 +270,8 @@ def in_a_row(half: bool, how: str) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("how", ["only way", "two ways"])
 def test_fp16_gradients_from_one_engine_to_the_next_stay_scaled(how: str) -> None:
-    """Under ``loss.backward()`` they were unscaled in between, in fp16, and became 0."""
-    for mine, theirs in zip(in_a_row(True, how), in_a_row(False, how), strict=True):
+    """Under ``loss.backward()`` the gradients between the engines were unscaled, in fp16, and became 0."""
+    for mine, theirs in zip(in_a_row(half=True, how=how), in_a_row(half=False, how=how), strict=True):
         for name, value in theirs.items():
             assert value.abs().max() > 0
             assert (mine[name] - value).norm() < 0.01 * value.norm(), name

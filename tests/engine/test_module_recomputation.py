@@ -167,7 +167,7 @@ def test_a_block_that_changes_a_saved_tensor_is_refused() -> None:
         engine.backward(loss_of(engine))
 
 
-def test_a_copy_of_a_recomputing_module_is_one_of_its_own() -> None:
+def test_a_copied_recomputing_module_uses_its_own_weights() -> None:
     engine = one(config(activation_checkpointing=ON))
     other = copy.deepcopy(engine.module)
     with torch.no_grad():

@@ -61,8 +61,8 @@ def step(context: int, tensor: int) -> tuple[dict[str, Tensor], dict[str, Tensor
     return before, engine.gather("gradients")
 
 
-def test_sparse_attention_is_the_dense_mask(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against plain PyTorch: blocks of 2 in windows of 4 tokens, and the last block of each earlier window."""
+def test_sparse_attention_equals_dense_attention_with_a_mask(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask: blocks of 2 in windows of 4 tokens, and the last block of each earlier window."""
     seen = torch.zeros(16, 16, dtype=torch.bool)
     for i in range(16):
         for j in range(i + 1):

@@ -1,4 +1,4 @@
-"""The engine: its config, its data, its one division, its outputs, and what it refuses."""
+"""The pipeline engine: its configuration, data, loss division and outputs, and what it refuses."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from support.toys import error_text, mean_loss
         ({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 5}, 2, (30, 3, 5)),
     ],
 )
-def test_any_batch_size_follows_from_the_others(given: Any, replicas: int, wanted: tuple[int, int, int]) -> None:
+def test_batch_sizes_are_derived_from_the_given_ones(given: Any, replicas: int, wanted: tuple[int, int, int]) -> None:
     batch = batch_sizes(read_config(given), replicas)
     assert (batch.train, batch.micro, batch.accumulation) == wanted
 
 
-def test_config_from_a_file_and_from_args(tmp_path: Path) -> None:
+def test_initialize_reads_the_config_file_named_in_args(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(BASE))
     made = triax.initialize(
@@ -118,7 +118,7 @@ def step_with(kind: str) -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("kind", ["instance", "function", "config"])
-def test_parameter_groups_and_schedulers(ranks: Any, kind: str) -> None:
+def test_parameter_groups_and_schedulers_act_as_in_torch(ranks: Any, kind: str) -> None:
     model = PipelineModule(layers(), dtype=torch.float64, loss_fn=mean_loss)
     named = {p.layout.name: p.parameter for p in model.local_parameters()}
     optimizer = torch.optim.SGD(
@@ -150,7 +150,7 @@ def dropped(grid: tuple[int, int, int]) -> list[tuple[float, dict[str, Tensor]]]
     return [(made.train_batch(data).item(), made.gather("gradients")) for _ in range(3)]
 
 
-def test_dropout_is_the_same_on_every_grid(ranks: Any) -> None:
+def test_dropout_masks_are_equal_on_every_grid(ranks: Any) -> None:
     wanted = dropped((1, 1, 1))
     assert wanted[0][1]["layers.0.weight"].abs().sum() > 0
     for grid in ((4, 1, 1), (1, 4, 1), (2, 2, 1), (1, 1, 4)):
@@ -176,7 +176,7 @@ def evaluated(grid: tuple[int, int, int]) -> Any:
     return loss.item(), one.item(), outputs, alone
 
 
-def test_eval_batch_any_size_with_all_outputs(ranks: Any) -> None:
+def test_eval_batch_takes_any_size_and_returns_all_outputs(ranks: Any) -> None:
     model = PipelineModule(layers(), dtype=torch.float64).eval()
     x, y = samples()
     wanted = [model(part).detach() for part in x[:14].split([5, 1, 3, 5])]
@@ -191,7 +191,7 @@ def test_eval_batch_any_size_with_all_outputs(ranks: Any) -> None:
                 assert torch.equal(found["sign"], want > 0)
 
 
-def test_the_order_of_data_knows_no_grid() -> None:
+def test_data_order_is_equal_for_all_numbers_of_replicas() -> None:
     orders = {
         replicas: [[*chain(*BatchOrder(50, 16, micro, rank, replicas, seed=5))] for rank in range(replicas)]
         for replicas, micro in ((1, 4), (2, 4), (4, 2))
@@ -210,7 +210,7 @@ def test_the_order_of_data_knows_no_grid() -> None:
         BatchOrder(50, 64, 4, 0, 1, seed=5)
 
 
-def test_training_data_without_an_iterator() -> None:
+def test_train_batch_reads_training_data_without_an_iterator() -> None:
     model = PipelineModule(layers(), loss_fn=mean_loss, dtype=torch.float64)
     made, _, loader, _ = triax.initialize(model=model, config=BASE, training_data=TensorDataset(*samples()))
     assert loader is not None and len(loader) == 32

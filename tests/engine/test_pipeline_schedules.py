@@ -1,4 +1,4 @@
-"""Schedules of a pipeline's engine: given, searched for, refused; stages that move; weights that nothing reaches."""
+"""Schedules of a pipeline engine: given, searched for or refused; stages that move; weights without a gradient."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def all_or_some(given: str) -> dict[str, Tensor]:
     return dict(made.gather())
 
 
-def test_all_parameters_are_all_after_stages_have_moved(ranks: Any) -> None:
+def test_giving_all_parameters_works_when_the_schedule_moves_stages(ranks: Any) -> None:
     """DeepSpeed's scripts pass ``model_parameters=model.parameters()``; zb-v moves stages afterwards."""
     for one, other in zip(ranks(2, all_or_some, "none"), ranks(2, all_or_some, "all"), strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
@@ -63,12 +63,12 @@ def moved(change: bool) -> Any:
     return made.gather(), made.train_batch(microbatches(grid, batch=8)).item()
 
 
-def test_stages_move_to_where_the_schedule_wants_them(ranks: Any) -> None:
+def test_unchanged_stages_move_to_the_ranks_of_the_schedule(ranks: Any) -> None:
     wanted = ranks(1, straight)[0]
-    for weights, loss in ranks(2, moved, False):
+    for weights, loss in ranks(2, moved, change=False):
         assert all(torch.equal(weights[name], tensor) for name, tensor in wanted[0].items())
         assert loss == pytest.approx(wanted[1], rel=1e-12)
-    for message in ranks(2, moved, True):
+    for message in ranks(2, moved, change=True):
         assert "places the stages on ranks [0, 1], but layers.4.weight was changed since it was built" in message
 
 
@@ -93,7 +93,7 @@ def scheduled(name: str, chunks: int, folder: Path) -> float:
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("file", 1), ("auto", 2)])
-def test_schedules_of_your_own_and_searched_for(ranks: Any, tmp_path: Path, name: str, chunks: int) -> None:
+def test_csv_and_searched_schedules_have_one_processs_loss(ranks: Any, tmp_path: Path, name: str, chunks: int) -> None:
     wanted = engine(Grid()).train_batch(microbatches(Grid(), batch=8)).item()
     assert ranks(2, scheduled, name, chunks, tmp_path) == pytest.approx([wanted] * 2, rel=1e-12)
 
@@ -110,7 +110,7 @@ def test_schedules_that_do_not_fit_the_engine_are_refused(pipeline: Any, words: 
     assert words in error_text(lambda: engine(Grid(), pipeline=pipeline), ConfigError)
 
 
-def test_chunks_follow_from_the_schedule_with_a_message(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_schedule_sets_the_number_of_chunks_with_a_message(caplog: pytest.LogCaptureFixture) -> None:
     made = given("zb-v")
     assert made.module.chunks == 2 and made.config.pipeline.schedule == "zb-v"
     wanted = "the schedule zb-v has 2 stages on each rank, so the model is cut into 2 stages"
@@ -125,7 +125,7 @@ def test_chunks_follow_from_the_schedule_with_a_message(caplog: pytest.LogCaptur
 
 
 def test_a_schedule_without_backward_passes_does_not_train() -> None:
-    """It ran, and left every weight as it was."""
+    """Such a schedule ran, and left every weight unchanged."""
     model = triax.PipelineModule([nn.Linear(2, 2)], loss_fn=nn.functional.mse_loss)
     with pytest.raises(ConfigError, match=r"schedule.name = 'forward': has no backward passes, and the engine has an"):
         triax.Engine(model, optimizer=triax.Optimizer("SGD", lr=0.1), batch=1, schedule="forward")
@@ -148,7 +148,7 @@ def test_schedules_given_to_initialize_are_checked() -> None:
             call()
 
 
-def test_the_loop_of_a_plain_module_is_refused() -> None:
+def test_a_pipeline_engine_refuses_forward_backward_and_step() -> None:
     made = engine(Grid())
     for call, name in ((made, "engine(...)"), (made.backward, "engine.backward(...)"), (made.step, "engine.step()")):
         with pytest.raises(RuntimeError, match=r"^Only train_batch\(\) is accessible in pipeline mode\.") as error:
@@ -163,7 +163,7 @@ def by_value(name: str) -> Any:
     return made.gather(), made.train_batch(microbatches(grid, batch=8)).item()
 
 
-def test_a_schedule_is_trained_with_as_a_value(ranks: Any) -> None:
+def test_a_schedule_object_trains_as_one_process(ranks: Any) -> None:
     weights, loss = straight()
     for found, trained in ranks(2, by_value, "zb-v"):
         assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
@@ -197,7 +197,7 @@ def behind_a_detach(pipe: int, schedule: str, chunks: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("pipe", "schedule", "chunks"), [(1, "wave", 4), (2, "1f1b", 1), (2, "zb-v", 2)])
-def test_what_no_gradient_reaches_stands_still(ranks: Any, pipe: int, schedule: str, chunks: int) -> None:
+def test_weights_before_a_detach_end_as_on_one_process(ranks: Any, pipe: int, schedule: str, chunks: int) -> None:
     """Stages before a ``detach`` got gradients of zero, and AdamW decayed their weights. On one process it does not."""
     alone = behind_a_detach(1, "1f1b", 1)
     found = ranks(pipe, behind_a_detach, pipe, schedule, chunks)[0]

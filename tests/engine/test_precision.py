@@ -146,7 +146,7 @@ def two_hundred_steps(stage: int, config: dict[str, Any]) -> float:
 
 
 @pytest.mark.exhaustive
-def test_two_hundred_steps_end_alike(ranks: Any) -> None:
+def test_every_stage_and_precision_ends_at_the_fp32_loss(ranks: Any) -> None:
     """Every stage ends at the loss of stage 0 in fp32: in fp32 within 0.1 %, in bf16 and fp16 within 1 %."""
     ends = {}
     for kind, config in {"fp32": {}, "bf16": HALVES["bf16"][0], "fp16": HALVES["fp16"][0]}.items():
@@ -199,7 +199,7 @@ def test_the_loss_scale_follows_window_and_hysteresis() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_masters_and_state_in_bf16(autocast: bool) -> None:
+def test_bf16_masters_and_states_step_as_torchs_adamw(autocast: bool) -> None:
     """Bitwise equal to torch's AdamW on bfloat16 weights, in plain PyTorch."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 6))
     plain = copy.deepcopy(model).bfloat16()
@@ -228,7 +228,7 @@ def test_masters_and_state_in_bf16(autocast: bool) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_weights_of_float64_are_those_of_a_model_in_float64(stage: int) -> None:
+def test_precision_fp64_trains_as_a_float64_model(stage: int) -> None:
     def trained(module: nn.Module, precision: Any = None) -> list[Tensor]:
         optimizer = triax.Optimizer("AdamW", lr=1e-2)
         engine = triax.Engine(module, optimizer=optimizer, batch=2, zero={"stage": stage}, precision=precision)

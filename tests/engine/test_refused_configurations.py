@@ -1,4 +1,4 @@
-"""Refusals of a configuration: each mistake is named, before there is a model."""
+"""Wrong configurations: each mistake is named before a model is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observers of an engine's steps: the order of their calls, and a step that one of them leaves out."""
+"""Observers of an engine's steps: the order of their calls, and a step that one of them skips."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def take_step(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("pipelined", [True, False])
-def test_an_observer_leaves_a_step_out(pipelined: bool) -> None:
+def test_a_step_observer_can_skip_a_step(pipelined: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(3, 1).double()
     model = triax.PipelineModule([layer], grid=triax.Grid(), loss_fn=nn.MSELoss()) if pipelined else layer

@@ -1,4 +1,4 @@
-""" "auto" and ``autotuning``: the size that fits by counted bytes, and steps that are those of the size by hand."""
+""" "auto" and ``autotuning``: the microbatch size that fits by counted bytes; steps equal those of the size by hand."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def require_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("model", "data"), [(gpt, tokens), (noisy, numbers)], ids=["known", "measured"])
-def test_the_largest_size_that_fits_by_counted_bytes(model: Any, data: Any) -> None:
+def test_auto_microbatch_is_the_largest_that_fits_in_memory(model: Any, data: Any) -> None:
     by_hand = {size: train(model, data, {AUTO: size}) for size in (32, 16, 8)}
     limit = (by_hand[32]["bytes"] + by_hand[16]["bytes"]) / 2
     tuning = {"enabled": True, "memory": limit / 1e9, "num_tuning_micro_batch_sizes": 1}
@@ -95,7 +95,7 @@ def test_the_largest_size_that_fits_by_counted_bytes(model: Any, data: Any) -> N
 
 
 def test_tune_returns_options_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    """Its layers are modules, one of which is listed twice, and its optimizer is over their parameters."""
+    """The model has layers that are modules, one of them listed twice, and an optimizer over their parameters."""
     torch.manual_seed(5)
     shared = nn.Linear(8, 8)
     model = PipelineModule([shared, Noisy(), nn.LayerNorm(8), shared], loss_fn=mean_loss, partition="uniform")
@@ -117,7 +117,7 @@ def test_tune_returns_options_and_leaves_the_model_as_it_was(tmp_path: Path) -> 
     assert engine.batch.micro == options.batch.microbatch and engine.train_batch().isfinite()
 
 
-def test_an_engine_searches_until_a_version() -> None:
+def test_an_engine_with_auto_microbatch_searches_and_warns() -> None:
     batch, model = triax.Batch(size=32, microbatch="auto"), gpt(Grid())
     with pytest.warns(DeprecationWarning, match=r"write options = triax\.tune\(model, options") as warned:
         engine = triax.Engine(model, optimizer=partial(torch.optim.AdamW, lr=1e-2), batch=batch, training_data=tokens())
@@ -129,7 +129,7 @@ def on_ranks(tuned: dict[str, Any], by_hand: dict[str, Any], *grid: int) -> tupl
     return train(gpt, tokens, tuned, *grid), train(gpt, tokens, by_hand, *grid)
 
 
-def test_ranks_agree_and_train_as_with_the_size_by_hand(ranks: Any) -> None:
+def test_auto_and_given_microbatches_train_equal_on_4_ranks(ranks: Any) -> None:
     by_hand = {AUTO: 2, "zero_optimization": {"stage": 1}}
     for found, wanted in ranks(4, on_ranks, by_hand | {AUTO: "auto"}, by_hand, 2, 2, 1):
         assert found["batch"] == (32, 2, 8)  # four microbatches for each stage
@@ -160,7 +160,9 @@ def both(model: Any, config: dict[str, Any], axes: dict[str, int]) -> tuple[dict
         (gpt, {"lora": {"rank": 4}}, {"data": 2}),
     ],
 )
-def test_measured_steps_change_nothing(ranks: Any, model: Any, config: dict[str, Any], axes: dict[str, int]) -> None:
+def test_the_steps_of_the_search_do_not_change_training(
+    ranks: Any, model: Any, config: dict[str, Any], axes: dict[str, int]
+) -> None:
     for found, wanted in ranks(2, both, model, config, axes):
         require_equal(found, wanted)
 
@@ -171,7 +173,7 @@ def stages(limit: float, *grid: int) -> dict[str, Any]:
 
 
 @pytest.mark.exhaustive
-def test_the_stage_is_one_that_fits(ranks: Any) -> None:
+def test_auto_stage_fits_in_the_memory_limit(ranks: Any) -> None:
     small = ranks(4, train, gpt, tokens, {AUTO: 1, "zero_optimization": {"stage": 3}}, 1, 4, 1)
     large = ranks(4, train, gpt, tokens, {AUTO: 1, "zero_optimization": {"stage": 1}}, 1, 4, 1)
     limit = (max(each["bytes"] for each in small) + min(each["bytes"] for each in large)) / 2
@@ -180,7 +182,7 @@ def test_the_stage_is_one_that_fits(ranks: Any) -> None:
     assert found[0]["stage"] >= 2 and max(each["bytes"] for each in found) <= limit
 
 
-def test_times_are_measured_and_the_result_is_a_configuration(tmp_path: Path) -> None:
+def test_autotuning_picks_the_fastest_size_and_writes_a_config(tmp_path: Path) -> None:
     tuning = {"enabled": True, "results_dir": str(tmp_path), "num_tuning_micro_batch_sizes": 2, "end_profile_step": 2}
     found = train(gpt, tokens, {"autotuning": tuning, "zero_optimization": {"stage": 1}})
     results = json.loads((tmp_path / "results.json").read_text())
@@ -195,13 +197,13 @@ def test_an_engine_out_of_memory_takes_the_next_smaller_size() -> None:
     assert train(lambda grid: noisy(grid, most=8), numbers, {AUTO: "auto"})["batch"] == (32, 8, 4)
 
 
-def test_a_known_model_needs_no_data() -> None:
+def test_auto_microbatch_of_a_known_model_needs_no_data() -> None:
     config = {"train_batch_size": 8, AUTO: "auto", "optimizer": ADAM}
     engine, *_ = triax.initialize(model=gpt(Grid()), config=config)
     assert engine.get_batch_info() == (8, 8, 1) and engine.training_dataloader is None
 
 
-def test_without_samples_the_size_follows_from_the_batch() -> None:
+def test_auto_microbatch_without_samples_is_the_whole_batch() -> None:
     engine, *_ = triax.initialize(model=noisy(Grid()), config={"train_batch_size": 8, AUTO: "auto", "optimizer": ADAM})
     assert engine.get_batch_info() == (8, 8, 1)
 
@@ -225,7 +227,7 @@ def test_without_samples_the_size_follows_from_the_batch() -> None:
         (gpt, {"autotuning": {"end_profile_step": 1}}, "no step before end_profile_step 1 is timed"),
     ],
 )
-def test_what_cannot_be_found_is_refused(model: Any, config: dict[str, Any], words: str) -> None:
+def test_impossible_searches_for_sizes_are_refused(model: Any, config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         triax.initialize(model=model(Grid()), config={"train_batch_size": 32, "optimizer": ADAM, **config})
     assert words in str(error.value)

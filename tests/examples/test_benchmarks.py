@@ -1,4 +1,4 @@
-"""The benchmarks run, on a size at which their figures mean nothing."""
+"""The benchmarks run, on sizes at which their times mean nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(script: str, *args: str) -> str:
     return done.stdout
 
 
-def test_pipeline_compares_and_prints(capsys: Any, monkeypatch: Any) -> None:
+def test_the_pipeline_benchmark_times_and_prints_each_schedule(capsys: Any, monkeypatch: Any) -> None:
     args = ("--stages", "2", "--stacks", "smoke", "--rounds", "2", "--microbatches", "4", "--only", "triax", "1F1B")
     # Gradients were those of plain autograd, and activations those of the simulation, or it would have failed.
     (found,) = json.loads(run("pipeline.py", *args, "--json"))["results"].values()
@@ -39,7 +39,7 @@ def test_pipeline_compares_and_prints(capsys: Any, monkeypatch: Any) -> None:
 
 
 @pytest.mark.exhaustive
-def test_zero_compares_and_counts() -> None:
+def test_the_zero_benchmark_times_triax_ddp_and_fsdp() -> None:
     args = ("--stack", "smoke", "--data", "2", "--rounds", "2", "--only", "triax", "FSDP2", "--json")
     # Gradients were those of plain autograd, or it would have failed.
     (rows,) = json.loads(run("zero.py", *args))["results"].values()
@@ -49,7 +49,7 @@ def test_zero_compares_and_counts() -> None:
 
 
 @pytest.mark.exhaustive
-def test_timeline_draws_measured_beside_simulated(tmp_path: Path) -> None:
+def test_the_timeline_benchmark_draws_measured_and_simulated(tmp_path: Path) -> None:
     plot = tmp_path / "timeline.png"
     args = ("--stages", "2", "--microbatches", "3", "--steps", "3", "--milliseconds", "0.2")
     report = run("timeline.py", *args, "--schedules", "zb-v", "--plot", str(plot))
@@ -68,13 +68,13 @@ def test_the_checkpoint_benchmark_compares_with_dcp(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_checkpoint_measures_the_main_job(tmp_path: Path) -> None:
+def test_the_checkpoint_benchmark_measures_the_main_job(tmp_path: Path) -> None:
     found = json.loads(run("checkpoint.py", "--main-job", "--steps", "1", "--rounds", "1", "--folder", str(tmp_path)))
     assert (found["ranks"], found["parameters"], found["steps a block"]) == (8, 842_496, 1)
 
 
 @pytest.mark.exhaustive
-def test_tensor_compares_and_counts() -> None:
+def test_the_tensor_benchmark_times_and_counts_bytes() -> None:
     args = ("--models", "smoke", "--ranks", "2", "--rounds", "2", "--json")
     # Gradients were those of one process, or it would have failed.
     (rows,) = json.loads(run("tensor.py", *args))["results"].values()
@@ -87,7 +87,7 @@ def test_tensor_compares_and_counts() -> None:
 
 
 @pytest.mark.exhaustive
-def test_context_compares_and_counts() -> None:
+def test_the_context_benchmark_times_and_counts_scores() -> None:
     args = ("--models", "smoke", "--ranks", "2", "--rounds", "2", "--json")
     # Gradients were those of one process, or it would have failed.
     (rows,) = json.loads(run("context.py", *args))["results"].values()
@@ -108,7 +108,7 @@ def test_context_compares_and_counts() -> None:
 
 
 @pytest.mark.exhaustive
-def test_moe_compares_and_counts() -> None:
+def test_the_moe_benchmark_times_and_counts_bytes() -> None:
     args = ("--models", "smoke", "--ranks", "2", "--rounds", "2", "--json")
     # Gradients were those of one process, or it would have failed.
     (rows,) = json.loads(run("moe.py", *args))["results"].values()
@@ -126,7 +126,7 @@ def test_the_cuts_benchmark_compares_partitions() -> None:
 
 
 @pytest.mark.exhaustive
-def test_local_updates_counts_who_steps() -> None:
+def test_the_local_updates_benchmark_counts_steps_of_replicas() -> None:
     args = ("--every", "2", "--step", "0.002", "--seconds", "0.3", "--fast", "1", "--types", "async_diloco", "--json")
     alone, beside = json.loads(run("local_updates.py", *args))["results"]
     assert len(alone["each"]) == 1 and len(beside["each"]) == 2 and alone["share"] == 1
@@ -145,7 +145,7 @@ def test_the_data_benchmark_compares_with_datasets() -> None:
 
 
 @pytest.mark.exhaustive
-def test_compression_makes_its_table(tmp_path: Path) -> None:
+def test_the_compression_benchmark_writes_its_table(tmp_path: Path) -> None:
     table, text = tmp_path / "table.md", tmp_path / "text.py"
     table.write_text("before\n<!-- benchmarks/gradient_compression.py -->\nold\n<!-- end -->\nafter\n")
     text.write_text("def f(x):\n    return x + 1\n" * 99)
@@ -164,7 +164,7 @@ def test_compression_makes_its_table(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [("--size", "smoke"), ("--overhead",)])
 def test_the_device_benchmark_compares_with_a_bare_loop(options: tuple[str, ...]) -> None:
-    """On the CPU. Weights were those of the bare loop within bf16's rounding, or it would have failed."""
+    """It runs on the CPU, and fails if its weights differ from the bare loop's by more than bf16's rounding."""
     report = json.loads(run("device.py", "--device", "cpu", *options, "--rounds", "2", "--steps", "2", "--json"))
     rows = {row["name"]: row for row in report["results"]}
     assert report["flops"] > 0 and report["product_flops"] > 0

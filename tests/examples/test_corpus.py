@@ -1,4 +1,4 @@
-"""examples/corpus.py: what is trained on, in which order, and the bigram model to beat."""
+"""examples/corpus.py: the training files, their order, and the bigram model as a baseline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def texts(tmp_path: Path) -> Path:
     return tmp_path / "texts"
 
 
-def test_standard_library_is_the_default() -> None:
+def test_the_corpus_is_the_standard_library_by_default() -> None:
     sources = C.find()
     names = [source.name for source in sources]
     assert "argparse.py" in names and "json/decoder.py" in names
@@ -55,7 +55,7 @@ def text_of(data: TokenData) -> list[str]:
     return [each.decode() for each in whole.split(b"\0")[:-1]]
 
 
-def test_what_is_held_out_depends_on_names_alone(texts: Path) -> None:
+def test_held_out_files_depend_on_file_names_only(texts: Path) -> None:
     held = {source.name for source in C.split(C.find([texts]))[1]}
     (texts / "part0" / "file0.txt").write_text("changed")
     (texts / "another.txt").write_text("new")
@@ -63,7 +63,7 @@ def test_what_is_held_out_depends_on_names_alone(texts: Path) -> None:
     assert held <= again <= held | {"another.txt"}
 
 
-def test_few_files_still_give_two_parts(tmp_path: Path) -> None:
+def test_a_corpus_of_few_files_still_has_two_parts(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("some words " * 9)
     training, held = C.split(C.find([tmp_path]))
@@ -74,7 +74,7 @@ def test_few_files_still_give_two_parts(tmp_path: Path) -> None:
     assert sum(counts) == 60 and 0 < counts[1] < 15
 
 
-def test_cache_follows_the_files(texts: Path, tmp_path: Path) -> None:
+def test_changed_corpus_files_are_tokenized_again(texts: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = C.tokens(C.find([texts]), cache)
     assert C.tokens(C.find([texts]), cache) == first and len(list(cache.glob("*/index.json"))) == 2

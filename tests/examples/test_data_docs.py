@@ -54,7 +54,7 @@ def test_the_commands_for_conversations_work(tmp_path: Path, monkeypatch: Any) -
     assert "3 tokens count in the loss" in shown  # 1, the full stop, and the end
 
 
-def test_programs_print_the_same_on_every_grid(ranks: Any, tmp_path: Path) -> None:
+def test_programs_of_the_data_page_print_equal_text_on_every_grid(ranks: Any, tmp_path: Path) -> None:
     make_sources(tmp_path)
     for name, source in programs(TEXT).items():
         (tmp_path / name).write_text(source)

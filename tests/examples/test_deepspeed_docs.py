@@ -1,4 +1,4 @@
-"""docs/deepspeed.md: its table is the ledger's, its programs run, its keys are there."""
+"""docs/deepspeed.md: its table is that of the ledger, its programs run, its keys exist."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from support.readme_blocks import programs
 TEXT = (DOCS / "deepspeed.md").read_text()
 
 
-def test_the_table_is_the_ledgers() -> None:
+def test_the_table_of_deepspeed_docs_is_the_ledgers() -> None:
     assert TEXT.endswith(f"\n{markdown()}\n"), "write the table again: the page says by which command"
 
 
-def test_its_configuration_is_checked_by_the_command(tmp_path: Path) -> None:
+def test_triax_config_checks_the_deepspeed_configuration(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps({"train_batch_size": 2}))
     assert json.loads(output_of("config", tmp_path / "ds_config.json"))["train_batch_size"] == 2
 
 
-def test_the_options_of_its_keys() -> None:
+def test_deepspeed_docs_map_each_key_to_its_option() -> None:
     table = TEXT.partition("| key | option of `triax.Engine` |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| (.+) \| `(.+)` \|$", table, re.MULTILINE)
     assert len(rows) >= 12
@@ -52,13 +52,13 @@ def test_the_options_of_its_keys() -> None:
         ({"_note": 1}, True, True),
     ],
 )
-def test_where_unknown_keys_are_errors(given: dict[str, Any], lenient: bool, strict: bool) -> None:
+def test_unknown_keys_are_errors_where_the_docs_say(given: dict[str, Any], lenient: bool, strict: bool) -> None:
     for read, works in ((read_deepspeed_config, lenient), (read_config, strict)):
         with nullcontext() if works else pytest.raises(ConfigError):
             read({"train_batch_size": 2, **given})
 
 
-def test_keys_that_only_triax_has_are_keys() -> None:
+def test_keys_listed_as_triax_only_exist() -> None:
     known = {key for key, _ in keys()}
     sections = TEXT.partition("| section | keys |")[2].partition("## Names")[0]
     found = 0

@@ -54,7 +54,7 @@ def history(root: Path, name: str) -> list[Change]:
 
 
 @pytest.mark.exhaustive
-def test_a_drained_replica_leaves_the_others(tmp_path: Path) -> None:
+def test_draining_a_replica_lets_the_others_finish(tmp_path: Path) -> None:
     with place(tmp_path, slower=1.0) as variables:
         options: dict[str, Any] = {"cwd": tmp_path, "env": variables}
         with started(*typed(RUN), **options) as run:
@@ -74,7 +74,7 @@ def test_a_drained_replica_leaves_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_replicas_of_several_launchers_meet(tmp_path: Path) -> None:
+def test_replicas_of_several_launchers_join_one_run(tmp_path: Path) -> None:
     port = free_port()
     variables, command = TORCHRUN[:2], typed(TORCHRUN[2:])
     own = dict(each.replace("host:29510", f"127.0.0.1:{port}").split("=") for each in variables)
@@ -97,7 +97,7 @@ def test_replicas_of_several_launchers_meet(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_file_trains_and_its_report_says_so(tmp_path: Path) -> None:
+def test_the_faults_file_trains_and_its_report_lists_replicas(tmp_path: Path) -> None:
     folder(tmp_path, 60)
     (file,) = (each.text for each in blocks(TEXT) if each.language == "yaml")
     (tmp_path / "run.yaml").write_text(file)

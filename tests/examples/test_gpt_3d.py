@@ -68,14 +68,14 @@ def test_the_plain_gpt_lowers_its_loss(wanted: list[float]) -> None:
         pytest.param("--pipe 2 --data 2 --tensor 2", marks=pytest.mark.exhaustive),
     ],
 )
-def test_losses_are_those_of_plain_pytorch(ranks: Any, tmp_path: Path, options: str, wanted: list[float]) -> None:
+def test_gpt_3d_losses_equal_plain_pytorch(ranks: Any, tmp_path: Path, options: str, wanted: list[float]) -> None:
     words = shlex.split(f"{EXAMPLES / 'gpt_3d.py'} {options} --dtype float64 --steps {STEPS} --folder run")
     count = math.prod(int(size) for size in re.findall(r"--(?:pipe|data|tensor) (\d)", options))
     ranks(count, program, words, str(tmp_path))
     torch.testing.assert_close(written_losses(tmp_path / "run"), wanted, rtol=0, atol=1e-10)
 
 
-def test_a_run_continues_on_another_grid(ranks: Any, tmp_path: Path) -> None:
+def test_gpt_3d_resumed_on_another_grid_equals_one_process(ranks: Any, tmp_path: Path) -> None:
     """Three steps, then two more, on other grids each time: the losses of one process. It leaves pictures."""
     script = str(EXAMPLES / "gpt_3d.py")
     common = ["--dtype", "float64", "--folder"]
@@ -90,14 +90,14 @@ def test_a_run_continues_on_another_grid(ranks: Any, tmp_path: Path) -> None:
         assert (tmp_path / "wide" / file).stat().st_size > 10_000
 
 
-def test_a_slow_machine_takes_fewer_steps_and_says_so(ranks: Any, tmp_path: Path) -> None:
+def test_gpt_3d_stops_at_the_time_limit_and_says_so(ranks: Any, tmp_path: Path) -> None:
     options = ["--minutes", "0", "--steps", "60", "--batch", "16"]
     (said,) = ranks(1, program, [str(EXAMPLES / "gpt_3d.py"), *options], str(tmp_path))
     assert "stopped after 0.0 minutes, at step 50 of 60: --resume continues" in said
 
 
 @pytest.mark.exhaustive
-def test_it_learns_to_add(tmp_path: Path) -> None:
+def test_gpt_3d_learns_to_add_numbers(tmp_path: Path) -> None:
     """The main job, as ``make train`` starts it."""
     words = ["--pipe", "2", "--data", "2", "--tensor", "2", "--minutes", "30"]
     command = [sys.executable, str(EXAMPLES / "gpt_3d.py"), *words]
@@ -106,7 +106,7 @@ def test_it_learns_to_add(tmp_path: Path) -> None:
     assert len(shares) == 14 and shares[-1] > 99.0, done.stdout
 
 
-def test_a_training_file_trains_the_list(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_file_trains_a_list_of_layers(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fifth spelling: ``model: gpt_3d.py:layers``, on text, against the plain model on the same rows."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("12+34=64\n78+19=79\n" * 40)
@@ -151,7 +151,7 @@ def test_a_training_file_trains_the_list(ranks: Any, tmp_path: Path, monkeypatch
         ({"method": "dpo"}, "method works with triax's own models"),
     ],
 )
-def test_what_a_list_of_layers_cannot_have(changes: dict[str, Any], said: str) -> None:
+def test_training_files_refuse_options_a_list_of_layers_lacks(changes: dict[str, Any], said: str) -> None:
     values = {
         "model": f"{EXAMPLES / 'gpt_3d.py'}:layers",
         "data": {"training": "tokens", "document_mask": False},

@@ -1,4 +1,4 @@
-"""The guides run: every program of a page by a command of that page, on ranks of the pool, with the output it shows.
+"""The guides: each program of a page is run by a command of the page, and prints the output that the page shows.
 
 - A command `python x.py ...` or `torchrun --nproc-per-node N x.py ...` runs a program of the page.
 - A ```text block right after commands is what each of them prints.
@@ -162,13 +162,13 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[in
 
 
 @pytest.mark.parametrize("guide", CHECKED)
-def test_triax_check_holds_for_the_model_of_its_guide(guide: str, checked: Any) -> None:
+def test_triax_check_passes_for_the_models_of_the_guides(guide: str, checked: Any) -> None:
     """The commands of a guide that name a function of its program."""
     assert [code for code, _ in checked[guide]] == [0] * CHECKED[guide][1], checked[guide]
 
 
-def test_triax_check_says_of_a_mean_over_a_shard_what_its_guide_shows(checked: Any) -> None:
-    """But for line breaks, and for the last digits, which are another CPU's and another torch's."""
+def test_the_guide_shows_the_output_of_triax_check(checked: Any) -> None:
+    """Line breaks and the last digits may differ: these depend on the CPU and on torch."""
     (said,) = (block.text for block in blocks(TESTING) if block.text.startswith("step 0"))
     ((code, output),) = checked["mistake"]
     (row,) = (each for each in json.loads(output)["runs"] if not each["holds"])
@@ -181,7 +181,7 @@ def test_triax_check_says_of_a_mean_over_a_shard_what_its_guide_shows(checked: A
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_a_page_names_what_is_there(page: Path) -> None:
+def test_pages_have_known_commands_and_valid_files(page: Path) -> None:
     text = page.read_text()
     typed = [shlex.split(command, comments=True) for command, _ in shown(text)]
     run = {word for words in typed for word in words if words[0] in ("python", "torchrun")}
@@ -358,7 +358,7 @@ def definitions(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_linked_functions_are_in_their_files(page: Path) -> None:
+def test_functions_linked_by_a_page_are_in_their_files(page: Path) -> None:
     linked = re.findall(r"\[`([\w.]+)`\]\(([^)\s]+\.py)\)", page.read_text())
     assert linked or page.stem not in ("microbatch", "gradient", "checkpoint")
     assert [name for name, path in linked if name not in definitions(page.parent / path)] == []
@@ -377,7 +377,7 @@ def takes(preset: str, overrides: dict[str, Any]) -> bool:
     return overrides.keys() <= {*fields} and bool(model_config(ModelSection(preset=preset, overrides=overrides)))
 
 
-def test_megatrons_table_names_keys_that_are_there() -> None:
+def test_the_megatron_table_names_existing_keys() -> None:
     text = (DOCS / "moving-from" / "megatron.md").read_text()
     in_file, in_options = ({path for path, *_ in tables.rows(kind)} for kind in (TrainingFile, triax.EngineOptions))
     table = rows(text, "| Megatron-LM | training file | option of `triax.Engine`, or Python |")
@@ -400,7 +400,9 @@ def test_megatrons_table_names_keys_that_are_there() -> None:
                 ), name
 
 
-def test_megatrons_small_runs_train_and_continue(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_small_runs_of_the_megatron_page_train_and_resume(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (DOCS / "moving-from" / "megatron.md").read_text()
     for block in blocks(text):
         if block.language == "yaml":
@@ -427,7 +429,7 @@ def test_megatrons_small_runs_train_and_continue(ranks: Any, tmp_path: Path, mon
     assert "pipe 2 x tensor 2" in output_of("train", "gpt.yaml", "--explain", "--processes", 4)
 
 
-def test_megatrons_run_is_explained_as_the_page_shows(tmp_path: Path) -> None:
+def test_the_megatron_page_shows_the_output_of_explain(tmp_path: Path) -> None:
     text = (DOCS / "moving-from" / "megatron.md").read_text()
     *_, run = [block.text for block in blocks(text) if block.language == "yaml"]
     (shown,) = [block.text for block in blocks(text) if "bytes of a rank, in GiB" in block.text]
@@ -437,7 +439,7 @@ def test_megatrons_run_is_explained_as_the_page_shows(tmp_path: Path) -> None:
     assert [line for line in shown.splitlines() if line not in printed] == []
 
 
-def test_torchs_schedules_have_these_names() -> None:
+def test_the_table_of_torch_schedules_names_existing_ones() -> None:
     text = (DOCS / "moving-from" / "torchtitan-fsdp2.md").read_text()
     table = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `Schedule")]
     assert len(table) == 7
@@ -446,14 +448,14 @@ def test_torchs_schedules_have_these_names() -> None:
         assert set(re.findall(r"`([\w-]+)`", ours)) <= set(RECIPES)
 
 
-def test_the_picture_of_the_folders_is_that_of_the_law() -> None:
+def test_the_picture_of_the_folders_is_up_to_date() -> None:
     drawn = runpy.run_path(str(DOCS / "inside" / "structure.py"))
     assert drawn["draw"]() == (DOCS / "inside" / "structure.svg").read_text(), "python docs/inside/structure.py"
 
 
 @pytest.mark.exhaustive  # two launchers, as in two pods
 @pytest.mark.parametrize("launcher", ["triax run", "torchrun"])
-def test_the_command_of_the_pods_starts_their_ranks(launcher: str, tmp_path: Path) -> None:
+def test_the_command_of_the_pods_starts_all_ranks(launcher: str, tmp_path: Path) -> None:
     (manifest,) = (
         yaml.safe_load(block.text)
         for block in blocks((DOCS / "guides" / "clusters.md").read_text())
@@ -527,9 +529,9 @@ def scheduled(page: str, folder: str) -> None:
     assert "late-weights" in output_of("schedule", "late-weights", "--pipe", 4, "--microbatches", 8)
 
 
-def test_a_package_adds_a_format_of_checkpoints(ranks: Any, tmp_path: Path) -> None:
+def test_the_guides_package_adds_a_checkpoint_format(ranks: Any, tmp_path: Path) -> None:
     ranks(1, exported, (DOCS / "extending" / "checkpoint-format.md").read_text(), str(tmp_path))
 
 
-def test_a_package_adds_a_schedule(ranks: Any, tmp_path: Path) -> None:
+def test_the_guides_package_adds_a_schedule(ranks: Any, tmp_path: Path) -> None:
     ranks(1, scheduled, (DOCS / "extending" / "schedule.md").read_text(), str(tmp_path))

@@ -76,7 +76,7 @@ def tables_on_rank() -> tuple[str, str]:
     return grid._repr_html_(), triax.PipelineModule(layers, grid=grid, partition="uniform")._repr_html_()
 
 
-def test_tables_are_of_the_whole_model_on_every_rank(ranks: Any) -> None:
+def test_notebook_tables_show_the_whole_model_on_every_rank(ranks: Any) -> None:
     """Each stage with its whole layers, not the shards of this rank; the coordinates alone are a rank's own."""
     layers = triax.gpt_layers(triax.GPTConfig(16, 8, 8, 3, 2))
     whole = [sum(p.numel() for p in triax.PipelineModule([layer]).parameters()) for layer in layers]

@@ -36,7 +36,7 @@ def test_the_commands_of_the_profiling_pages_run(ranks: Any, doc: Path, command:
         assert "fwd MACs:" in first
 
 
-def test_every_program_is_run_by_a_command() -> None:
+def test_every_program_of_the_profiling_docs_is_run() -> None:
     for doc in DOCS:
         typed = " ".join(command for at, command in COMMANDS if at == doc)
         assert programs(doc.read_text()) and all(name in typed for name in programs(doc.read_text()))

@@ -164,7 +164,7 @@ LINES, WORDS = 114, 25  # of the whole README, and of a cell of its tables
 
 
 def test_the_readme_is_short_and_shows_a_picture() -> None:
-    """Its length, its longest cell, and a picture on the first screen."""
+    """The number of lines, the longest cell of a table, and a picture on the first screen."""
     lines = README.read_text().splitlines()
     assert len(lines) <= LINES
     assert any(line.startswith("![") for line in lines[:20])
@@ -202,8 +202,8 @@ def test_the_readmes_listing_is_in_the_example() -> None:
     assert listing(DOCS / "index.md") == listing(README)
 
 
-def test_programs_print_the_same_under_torchrun_and_alone(ranks: Any, tmp_path: Path) -> None:
-    """Under torchrun's environment, in processes that have torch already; torchrun itself is in the sweep."""
+def test_programs_print_equal_text_under_torchrun_and_alone(ranks: Any, tmp_path: Path) -> None:
+    """They run in torchrun's environment, in processes with torch imported; torchrun itself is an exhaustive test."""
     write_programs(FIRST_RUN, tmp_path)
     words = [shlex.split(command) for command in STARTED if command.startswith("torchrun ")]
     assert words and all(typed[1] == "--nproc-per-node" for typed in words)
@@ -229,7 +229,7 @@ def test_the_first_program_works_with_each_schedule(ranks: Any, tmp_path: Path) 
     assert len(set(first)) == 1 and "step 1: " in first[0] and not any(second)
 
 
-# The programs run in test_programs_print_the_same_under_torchrun_and_alone; here in processes of their own.
+# The programs run in test_programs_print_equal_text_under_torchrun_and_alone; here in processes of their own.
 PROGRAMS = ("torchrun ", "python first.py")
 
 
@@ -284,7 +284,7 @@ make nonsense
 """
 
 
-def test_programs_and_commands_of_a_page_are_read_as_written(tmp_path: Path) -> None:
+def test_programs_and_commands_are_extracted_from_a_page(tmp_path: Path) -> None:
     assert programs(SAMPLE) == {
         "first.py": "# first.py\nimport json\nprint(json.dumps({}))\nraise SystemExit(3)\n",
         "line_12.py": "from json import loads\n",
@@ -316,12 +316,12 @@ def test_programs_and_commands_of_a_page_are_read_as_written(tmp_path: Path) -> 
         "nonsense",
     ],
 )
-def test_a_command_that_does_not_work_is_found(command: str, tmp_path: Path) -> None:
+def test_assert_works_rejects_commands_that_do_not_work(command: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"does not work|does not know"):
         assert_works(command, tmp_path)
 
 
-def test_a_programs_options_are_looked_up(tmp_path: Path) -> None:
+def test_check_options_rejects_options_a_program_lacks(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--real')\n")
     program.write_text(program.read_text() + "parser.parse_args()\n")

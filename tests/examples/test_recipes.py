@@ -115,18 +115,18 @@ def step(command: str, ranks: Any, folder: Path) -> str:
     return str(printed)
 
 
-def test_the_recipes_are_of_the_sizes_that_they_say() -> None:
+def test_the_pretrain_recipe_states_its_parameter_count() -> None:
     run, _ = read_training_file(RECIPES / "pretrain.yaml")
     count = model_config(run.model).parameter_count
     assert f"{count / 1e6:.1f} M parameters" in (RECIPES / "pretrain.yaml").read_text()
 
 
-def test_the_commands_for_clusters_name_files(ranks: Any) -> None:
+def test_cluster_commands_of_recipes_name_existing_files(ranks: Any) -> None:
     explain, *submitted = TYPED[len(of_recipes()) :]
     assert "70,553,706,496 parameters" in ranks(1, triax, shlex.split(explain)[1:], str(ROOT))[0]
     for command in submitted:
         assert command.startswith("sbatch ") and (ROOT / command.split()[1]).is_file()
 
 
-def test_each_small_recipe_is_there() -> None:
+def test_every_tested_recipe_file_exists() -> None:
     assert {path.name for path in RECIPES.glob("*.yaml")} >= SMALL.keys()

@@ -78,7 +78,7 @@ def conf() -> ModuleType:
     return module
 
 
-def test_links_lead_to_files_and_headings(tmp_path: Path) -> None:
+def test_links_of_the_docs_lead_to_files_and_headings(tmp_path: Path) -> None:
     assert {str(page.relative_to(ROOT)): found for page in DOCUMENTS if (found := broken(page))} == {}
     sample = tmp_path / "sample.md"
     sample.write_text("# A `b`, c\n[](#a-b-c) [x](#none) [y](none.md) ![z](none.png)\n```sh\n[code](none)\n```\n")
@@ -110,8 +110,8 @@ def test_every_public_name_is_on_a_page_of_the_reference() -> None:
     assert top <= set(re.findall(r"^\.\. [\w:]+:: (\S+)$", entries, re.MULTILINE))
 
 
-def test_every_option_of_an_engine_has_an_entry() -> None:
-    """Under the heading of the class that declares it."""
+def test_every_engine_option_has_an_entry_in_the_docs() -> None:
+    """The entry is under the heading of the class that declares the option."""
     assert "{engine-options}" in (DOCS / "reference" / "options.md").read_text(encoding="utf-8")
     text = conf().engine_options()
     for kind in (EngineOptions, DiLoCo, AsyncDiLoCo):
@@ -120,7 +120,7 @@ def test_every_option_of_an_engine_has_an_entry() -> None:
             assert each.metadata["doc"].replace("|", "\\|") in entry, f"{owner.__name__}.{each.name}"
 
 
-def test_every_command_and_option_has_an_entry() -> None:
+def test_every_command_and_option_has_an_entry_in_the_docs() -> None:
     """Compared with what the parser accepts, and with the help that it prints."""
     text = conf().commands()
     for words, command in leaves([], typer.main.get_command(app)):
@@ -165,7 +165,9 @@ def pictures() -> list[Any]:
 
 
 @pytest.mark.parametrize(("page", "picture", "typed"), pictures())
-def test_a_command_draws_the_picture(page: Path, picture: str, typed: list[str], tmp_path: Path) -> None:
+def test_the_shown_command_draws_the_picture_of_the_page(
+    page: Path, picture: str, typed: list[str], tmp_path: Path
+) -> None:
     if Path(picture).name == "timeline.png":  # measured: benchmarks/timeline.py, which the page names
         assert "python benchmarks/timeline.py" in page.read_text(encoding="utf-8")
         return

@@ -74,7 +74,7 @@ def plain_simple(config: str, skipped: int) -> tuple[dict[str, Tensor], dict[str
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("config", ["getting_started.json", "stage2.json", "offload.json"])
-def test_the_getting_started_loop(ranks: Any, config: str, size: int) -> None:
+def test_getting_started_trains_as_plain_pytorch(ranks: Any, config: str, size: int) -> None:
     options = ("--deepspeed_config", str(FOLDER / config), "--epochs", "1")
     results = ranks(size, run, "simple_model.py", *options)
     half = config != "stage2.json"
@@ -139,9 +139,9 @@ def test_the_pipeline_tutorial_trains_as_plain_pytorch(ranks: Any, size: int, op
     assert results[0][1].startswith("loss 2.")
 
 
-def test_the_tutorial_without_a_pipeline_and_with_dropout(ranks: Any) -> None:
+def test_the_tutorial_without_a_pipeline_equals_plain_pytorch(ranks: Any) -> None:
     config = ("--deepspeed_config", str(FOLDER / "alexnet.json"))
-    _, wanted = plain_alexnet(False, 2)
+    _, wanted = plain_alexnet(specs=False, steps=2)
     for (_, weights), _ in ranks(2, run, "alexnet.py", "-p", "0", *config, "-s", "2", "--double", "--dropout", "0"):
         assert len(weights) == len(wanted)
         for value, want in zip(weights.values(), wanted.values(), strict=True):
@@ -154,7 +154,7 @@ def test_the_tutorial_without_a_pipeline_and_with_dropout(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_two_engine_example(ranks: Any, size: int) -> None:
+def test_the_two_engine_example_trains_as_plain_pytorch(ranks: Any, size: int) -> None:
     space = load("two_engines.py")
     models = space["nets"]()
     optimizers = [
@@ -209,7 +209,7 @@ def shapes() -> Any:
     return [m.grid.topology.axes for m in made], [m.boundaries for m in made], said
 
 
-def test_stages_and_topology_make_the_grid(ranks: Any) -> None:
+def test_num_stages_and_topology_make_the_grid(ranks: Any) -> None:
     for axes, boundaries, said in ranks(4, shapes):
         assert axes == [
             {"pipe": 2, "data": 2, "tensor": 1},
@@ -221,7 +221,7 @@ def test_stages_and_topology_make_the_grid(ranks: Any) -> None:
         assert all("4" in text for text in said)  # of how many processes they do not fit
 
 
-def test_arguments_that_cannot_be() -> None:
+def test_impossible_deepspeed_pipeline_arguments_are_refused() -> None:
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"grid": 2}, TypeError, r"grid is 2, not a triax.Grid: pass grid=triax.Grid\(pipe=2\)"),
         ({"num_stages": 0}, ValueError, "num_stages is 0: give a whole number of at least 1"),

@@ -61,8 +61,8 @@ def answers_of_transformers(folder: Path, system: str) -> list[str]:
     return answers
 
 
-def test_a_talk_is_that_of_transformers(ranks: Any, folder: Path) -> None:
-    """On one process, and on two stages, where the first rank reads for all."""
+def test_chat_answers_equal_those_of_transformers(ranks: Any, folder: Path) -> None:
+    """It runs on one process, and on two stages, where the first rank reads for all."""
     wanted = answers_of_transformers(folder, "be brief")
     assert all(wanted) and wanted[0] != wanted[1]
     words = (folder, "--chat", "--system", "be brief", "--temperature", 0, "--max-new-tokens", 12)
@@ -99,7 +99,7 @@ def two_stages(folder: Path, words: tuple[object, ...], lines: str) -> tuple[Any
     return run_main("generate", *words, "--pipe", 2, lines=lines)
 
 
-def test_what_a_chat_cannot_do(folder: Path, tmp_path: Path) -> None:
+def test_chat_refuses_options_that_exclude_it(folder: Path, tmp_path: Path) -> None:
     for words, message in (
         (("--chat", "--pipe", 2), "--chat reads messages from the terminal, but the 2 processes"),
         (("--prompt", "x", "--system", "y"), "--system is a message of --chat"),

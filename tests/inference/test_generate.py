@@ -60,7 +60,7 @@ def ours(folder: str, sizes: tuple[int, int, int], eos: int | None) -> list[list
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("gpt2", (2, 1, 1)), ("llama", (1, 1, 4))])
-def test_greedy_tokens_are_those_of_transformers(ranks: Any, tmp_path: Path, name: str, sizes: Any) -> None:
+def test_greedy_tokens_equal_those_of_transformers(ranks: Any, tmp_path: Path, name: str, sizes: Any) -> None:
     theirs = transformer(name)
     wanted = []
     for prompt in PROMPTS:
@@ -75,7 +75,7 @@ def test_greedy_tokens_are_those_of_transformers(ranks: Any, tmp_path: Path, nam
         assert result == wanted
 
 
-def test_what_is_kept_to_draw_from_is_what_transformers_keeps() -> None:
+def test_top_k_and_top_p_keep_the_tokens_that_transformers_keeps() -> None:
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 
     from triax.inference.sampling import Sampling, Vocabulary, keep
@@ -126,7 +126,7 @@ def the_text(folder: Path) -> str:
     return bytes(wanted).decode(errors="replace") + "\n"
 
 
-def test_the_same_text_from_every_start(ranks: Any, folder: Path) -> None:
+def test_triax_generate_prints_one_text_on_every_grid(ranks: Any, folder: Path) -> None:
     """Alone, as the command that starts two stages, and under torchrun's environment on two tensor ranks."""
     options, wanted = options_of(folder), the_text(folder)
     code, out, err = run_main("generate", *options)
@@ -138,15 +138,15 @@ def test_the_same_text_from_every_start(ranks: Any, folder: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_same_text_under_torchrun(folder: Path) -> None:
+def test_triax_generate_prints_that_text_under_torchrun(folder: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     for launcher in (None, torchrun):
         under = command(*options_of(folder), launcher=launcher)
         assert (under.returncode, under.stdout) == (0, the_text(folder)), under.stderr
 
 
-def test_what_cannot_be_is_one_line(folder: Path) -> None:
-    """Found by this process, and by the ranks that it starts."""
+def test_triax_generate_errors_are_one_line(folder: Path) -> None:
+    """One error is found by this process, the other by the ranks that it starts."""
     code, out, err = run_main("generate", "nowhere", "--prompt", "x")
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert "nowhere does not exist. Give a folder as transformers saves it, or a run of" in err
@@ -165,7 +165,7 @@ def test_what_cannot_be_is_one_line(folder: Path) -> None:
         (("--temperature", -1), "temperature is -1.0. Give 0"),
     ],
 )
-def test_what_the_model_cannot_do(folder: Path, options: tuple[object, ...], message: str) -> None:
+def test_triax_generate_refuses_wrong_options(folder: Path, options: tuple[object, ...], message: str) -> None:
     code, out, err = run_main("generate", folder, *(() if "--prompt" in options else ("--prompt", "x")), *options)
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
     assert (
@@ -173,7 +173,7 @@ def test_what_the_model_cannot_do(folder: Path, options: tuple[object, ...], mes
     )
 
 
-def test_a_folder_names_a_family_and_brings_no_code(tmp_path: Path) -> None:
+def test_folders_of_unknown_model_types_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 300}))
     assert find_model(tmp_path) == tmp_path
     with pytest.raises(
@@ -189,7 +189,7 @@ def test_a_folder_names_a_family_and_brings_no_code(tmp_path: Path) -> None:
         find_model(tmp_path.parent)
 
 
-def test_text_comes_in_whole_characters(tmp_path: Path) -> None:
+def test_bytes_are_decoded_in_whole_characters(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 256, "eos_token_id": [0, 3]}))
     text = open_text(tmp_path)
     assert text.ends == [0, 3] and text.encode("é") == [195, 169]
@@ -197,7 +197,7 @@ def test_text_comes_in_whole_characters(tmp_path: Path) -> None:
     assert text.rest() == "\N{REPLACEMENT CHARACTER}"  # a character that never became whole
 
 
-def test_a_tokenizer_of_the_folder(tmp_path: Path) -> None:
+def test_triax_generate_uses_the_tokenizer_of_the_folder(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

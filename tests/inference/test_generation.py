@@ -1,4 +1,4 @@
-"""Generation: the tokens of plain PyTorch's full forward, on every grid, in every batch; drawn as they should be."""
+"""Generation: the tokens of plain PyTorch's full forward, on every grid and in every batch; sampled frequencies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def generated(
     return {str(draw): engine.generate(PROMPTS, LIMITS, seed=5, **draw) for draw in draws}
 
 
-def test_greedy_tokens_are_those_of_the_full_forward() -> None:
+def test_greedy_tokens_equal_those_of_the_full_forward() -> None:
     module = model(GPT)
     weights = {name: p.detach() for name, p in module.named_parameters()}
     sequences = init_inference(module, max_batch=3).generate(PROMPTS, LIMITS, temperature=0)
@@ -86,26 +86,30 @@ def test_every_grid_generates_the_tokens_of_one_process(
     ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int]
 ) -> None:
     # 8 ranks draw in the way that has every option.
-    check_grid(ranks, alone, sizes, variants=math.prod(sizes) == 2, first=3 if math.prod(sizes) == 8 else 0)
+    require_tokens_of_one_process(
+        ranks, alone, sizes, variants=math.prod(sizes) == 2, first=3 if math.prod(sizes) == 8 else 0
+    )
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", GRIDS[3:], ids=lambda s: "x".join(map(str, s)))
-def test_every_other_grid_does_too(ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int]) -> None:
-    check_grid(ranks, alone, sizes, variants=True)
+def test_more_grids_generate_the_tokens_of_one_process(
+    ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int]
+) -> None:
+    require_tokens_of_one_process(ranks, alone, sizes, variants=True)
 
 
 @pytest.mark.parametrize(
     ("sizes", "context"),
     [((2, 1, 1), 2), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (((1, 1, 1), 3), ((1, 2, 2), 2)))],
 )
-def test_prompts_in_parts_over_the_context_axis(
+def test_context_axis_generates_the_tokens_of_one_process(
     ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int], context: int
 ) -> None:
-    check_grid(ranks, alone, sizes, variants=False, context=context, first=3)
+    require_tokens_of_one_process(ranks, alone, sizes, variants=False, context=context, first=3)
 
 
-def check_grid(
+def require_tokens_of_one_process(
     ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int], variants: bool, context: int = 1, first: int = 0
 ) -> None:
     for result in ranks(math.prod(sizes) * context, on_grid, sizes, variants, context, first, timeout=120):
@@ -114,7 +118,7 @@ def check_grid(
                 assert sequences == alone[name.partition(",")[0]][draw], (name, draw)
 
 
-def test_a_prompt_continues_as_if_it_were_alone() -> None:
+def test_a_prompt_gets_the_same_tokens_in_any_batch() -> None:
     """A queue over few places, all at once, and one by one."""
     module = model(GPT)
     seeds = list(range(40, 40 + len(PROMPTS)))
@@ -129,7 +133,7 @@ def test_a_prompt_continues_as_if_it_were_alone() -> None:
         assert backwards[::-1] == wanted
 
 
-def test_the_seed_decides_and_ends_end() -> None:
+def test_the_seed_sets_the_tokens_and_eos_ends_them() -> None:
     engine = init_inference(model(GPT), max_batch=4)
     first = engine.generate(PROMPTS, LIMITS, seed=1)
     assert engine.generate(PROMPTS, LIMITS, seed=1) == first != engine.generate(PROMPTS, LIMITS, seed=2)
@@ -145,7 +149,7 @@ def test_the_seed_decides_and_ends_end() -> None:
     assert engine.generate([], 3) == []
 
 
-def test_the_model_is_as_it_was() -> None:
+def test_generation_leaves_modes_and_hooks_unchanged() -> None:
     module = model(GPT).train()
     module.layers["3"].eval()  # frozen, say
     before = {name: m.training for name, m in module.named_modules()}
@@ -198,7 +202,9 @@ def trained(sizes: tuple[int, int, int], zero: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("sizes", "zero"), [((2, 2, 1), 1), ((1, 2, 2), 3)])
-def test_between_the_steps_of_training(ranks: Any, sizes: tuple[int, int, int], zero: int) -> None:
+def test_generation_between_training_steps_equals_one_process(
+    ranks: Any, sizes: tuple[int, int, int], zero: int
+) -> None:
     (wanted,) = ranks(1, trained, (1, 1, 1), 0)
     assert wanted["texts"][0] != wanted["texts"][2]
     for result in ranks(math.prod(sizes), trained, sizes, zero):
@@ -216,7 +222,7 @@ def test_a_narrow_dtype_generates_and_fills_its_cache(dtype: torch.dtype) -> Non
     assert engine.generate(PROMPTS, LIMITS, top_k=20, seed=5) == sequences
 
 
-def test_ends_may_be_tensors() -> None:
+def test_eos_takes_ints_tensors_and_iterables() -> None:
     engine = init_inference(model(GPT))
     whole = engine.generate(PROMPTS[:1], 9, temperature=0)[0]
     end = whole[5]
@@ -238,7 +244,7 @@ def drawn(logits: Tensor, count: int, sampling: Sampling) -> Tensor:
     return tokens[:, 0].bincount(minlength=logits.shape[-1]) / count
 
 
-def test_tokens_come_as_often_as_they_should() -> None:
+def test_sampled_frequencies_match_the_probabilities() -> None:
     logits = torch.randn(12, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 2
     for sampling in (
         Sampling(),
@@ -279,7 +285,7 @@ def choices(size: int) -> list[list[int]]:
     return [choose(mine, way, keys, axis=grid.tensor, vocab_size=50)[:, 0].tolist() for way in ways]
 
 
-def test_a_shared_vocabulary_gives_the_same_choice(ranks: Any) -> None:
+def test_a_sharded_vocabulary_chooses_the_same_tokens(ranks: Any) -> None:
     (wanted,) = ranks(1, choices, 1)
     greedy = torch.randn(40, 50, generator=torch.Generator().manual_seed(4)).mul(3).bfloat16().float()
     assert wanted[0] == greedy.argmax(-1).tolist()  # the first of equal ones
@@ -287,7 +293,7 @@ def test_a_shared_vocabulary_gives_the_same_choice(ranks: Any) -> None:
         assert ranks(size, choices, size) == [wanted] * size
 
 
-def test_what_is_not_finite_is_no_token() -> None:
+def test_logits_that_are_not_finite_give_no_token() -> None:
     logits = torch.zeros(4, 5)
     logits[0, 2], logits[1, 3], logits[2, :] = torch.nan, torch.inf, -torch.inf
     logits[3, 1:] = -torch.inf

@@ -38,7 +38,7 @@ def by_hand(w: Tensor, size: int, symmetric: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("options", [Int8(8), Int8(7), Int8(100), Int8(groups=3), Int8(8, symmetric=False), *OPTIONS])
-def test_numbers_are_those_of_the_formula(options: Int8) -> None:
+def test_int8_weights_follow_the_formula(options: Int8) -> None:
     w = torch.randn(6, 24, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     numbers, scale, zero, group = quantize_tensor(w, options, torch.arange(24), 24)
     found = dequantize(numbers, scale, zero, group)
@@ -67,7 +67,7 @@ GRIDS = [(1, 1, 2), *(pytest.param(each, marks=pytest.mark.exhaustive) for each 
 
 
 @pytest.mark.parametrize("sizes", GRIDS, ids=lambda s: "x".join(map(str, s)))
-def test_every_grid_of_int8_weights_generates_the_same_tokens(ranks: Any, sizes: tuple[int, int, int]) -> None:
+def test_int8_weights_generate_equal_tokens_on_every_grid(ranks: Any, sizes: tuple[int, int, int]) -> None:
     wanted = on_grid((1, 1, 1))
     for result in ranks(math.prod(sizes), on_grid, sizes, timeout=120):
         for name, want in wanted.items():
@@ -100,7 +100,7 @@ def test_int8_weights_take_a_quarter_with_small_errors() -> None:
     assert weight_bytes(module) == before
 
 
-def test_plain_modules_and_shared_weights() -> None:
+def test_quantize_replaces_linears_of_a_plain_module() -> None:
     torch.manual_seed(0)
     module: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     x = torch.randn(3, 8)
@@ -126,7 +126,7 @@ def test_plain_modules_and_shared_weights() -> None:
     assert quantize(tied, Grid()) == ["hidden"]
 
 
-def test_what_cannot_be_quantized() -> None:
+def test_int8_is_refused_for_an_engine_that_trains() -> None:
     engine = triax.initialize(
         model=triax.PipelineModule(gpt_layers(GPT), loss_fn=lambda x, y: x.sum()),
         config={"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},

@@ -1,4 +1,4 @@
-"""The key-value cache: what a token costs with it, and that its logits are those of the whole sequence."""
+"""The key-value cache: its bytes, and that its logits equal those of the whole sequence."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_cached_tokens_have_the_logits_of_the_whole_sequence(config: Any) -> Non
 
 
 @torch.no_grad()
-def test_the_bytes_are_the_formulas() -> None:
+def test_kv_cache_bytes_equal_the_formula() -> None:
     for config, kv_heads in ((GPT, 4), (GROUPED, 2)):
         cached = Cached(model(config).eval(), 6, 16)
         cached([0], [0], ids(1, 2))
@@ -88,7 +88,7 @@ def test_the_bytes_are_the_formulas() -> None:
 
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
 @torch.no_grad()
-def test_what_is_no_turn_is_refused(config: Any) -> None:
+def test_calling_the_module_while_a_cache_is_attached_is_refused(config: Any) -> None:
     module = model(config).eval()
     cached = Cached(module, 2, 8)
     cached([0], [0], ids(1, 3))
@@ -99,7 +99,7 @@ def test_what_is_no_turn_is_refused(config: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_layer_that_runs_twice_keeps_two_memories() -> None:
+def test_a_layer_listed_twice_has_two_caches() -> None:
     """A module listed twice is one layer with two places (as in ALBERT)."""
     module = model(GPT).eval()
     block = module.layers["2"]

@@ -62,7 +62,7 @@ class Ban:
 # ------------------------------------------------------------------------------------------------ as transformers
 
 
-def test_greedy_with_a_penalty_and_processors_is_that_of_transformers() -> None:
+def test_penalties_and_processors_act_as_in_transformers() -> None:
     model, ours = varied_llama(), engine(max_batch=3)
     seen = set()
     for options in ({}, {"repetition_penalty": 1.7}, {"repetition_penalty": 0.8, "logits_processor": [Ban()]}):
@@ -79,7 +79,7 @@ def test_greedy_with_a_penalty_and_processors_is_that_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("options", BEAMS, ids=lambda options: f"{options['num_beams']} beams")
-def test_beams_are_those_of_transformers(options: dict[str, Any]) -> None:
+def test_beam_search_equals_that_of_transformers(options: dict[str, Any]) -> None:
     model, count = varied_llama(), options.get("num_return_sequences", 1)
     eos = {"eos_token_id": options["eos"]} if "eos" in options else {}
     others = {key: value for key, value in options.items() if key != "eos"}
@@ -101,7 +101,7 @@ def test_beams_are_those_of_transformers(options: dict[str, Any]) -> None:
     assert len(lengths) > 1 or "eos" not in options
 
 
-def test_what_min_p_keeps_is_what_transformers_keeps() -> None:
+def test_min_p_keeps_the_tokens_that_transformers_keeps() -> None:
     from transformers import MinPLogitsWarper, TopPLogitsWarper
 
     whole = Vocabulary(40, None, 40)
@@ -174,7 +174,7 @@ GRIDS = [(2, 1, 2), *(pytest.param(each, marks=pytest.mark.exhaustive) for each 
 
 
 @pytest.mark.parametrize("sizes", GRIDS, ids=lambda s: "x".join(map(str, s)))
-def test_every_grid_has_the_same_results(ranks: Any, sizes: tuple[int, int, int]) -> None:
+def test_generation_options_give_equal_results_on_every_grid(ranks: Any, sizes: tuple[int, int, int]) -> None:
     wanted = on_grid((1, 1, 1))
     for result in ranks(math.prod(sizes), on_grid, sizes, timeout=120):
         for want, got in zip(wanted, result, strict=True):
@@ -183,13 +183,13 @@ def test_every_grid_has_the_same_results(ranks: Any, sizes: tuple[int, int, int]
                 assert ours == pytest.approx(theirs, abs=1e-10)
 
 
-def test_a_queue_of_beam_searches_over_few_slots() -> None:
+def test_beam_search_results_do_not_depend_on_max_batch() -> None:
     wanted = [each for prompt in PROMPTS for each in engine().generate([prompt], NEW, **BEAMS[0])]
     for slots in (3, 5, 8):
         assert engine(max_batch=slots).generate(PROMPTS, NEW, **BEAMS[0]) == wanted
 
 
-def test_samples_of_a_prompt() -> None:
+def test_num_return_sequences_gives_different_samples() -> None:
     ours = engine()
     found = ours.generate(PROMPTS, NEW, seed=7, num_return_sequences=3)
     assert found[::3] == ours.generate(PROMPTS, NEW, seed=7)
@@ -208,7 +208,7 @@ def test_samples_of_a_prompt() -> None:
 # --------------------------------------------------------------------------------------------------------- strings
 
 
-def test_prompts_of_text_give_text() -> None:
+def test_text_prompts_give_the_decoded_tokens() -> None:
     ours = engine(tokenizer=BYTES)
     texts, ids = ["\x05\x06\x07", "\x01"], [[5, 6, 7], [1]]
     found = ours.generate(texts, NEW, temperature=0)
@@ -220,7 +220,7 @@ def test_prompts_of_text_give_text() -> None:
     assert [each.text for each in done] == [bytes(each.tokens).decode() for each in done]
 
 
-def test_a_string_that_ends_in_the_middle_of_a_character() -> None:
+def test_stop_strings_end_at_whole_utf8_characters() -> None:
     ended = ends_with(BYTES, ["é!", "ab"], frozenset([7]))
     ids = list("xé!y".encode())
     assert [ended(ids[: n + 1]) for n in range(len(ids))] == [False, False, False, True, False]
@@ -247,12 +247,12 @@ def test_a_string_that_ends_in_the_middle_of_a_character() -> None:
         ([[1]], {"logits_processor": ["x"]}, "logits_processor has 'x'. Give functions of"),
     ],
 )
-def test_generation_options_that_cannot_be_are_refused(tokens: Any, options: dict[str, Any], message: str) -> None:
+def test_impossible_generation_options_are_refused(tokens: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine().generate(tokens, 2, **options)
 
 
-def test_a_processor_that_returns_something_else() -> None:
+def test_wrong_processors_and_mixed_prompts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"returned \(1, 52\). Return the scores, \(1, 53\)"):
         engine().generate([[1]], 2, logits_processor=lambda ids, scores: scores[:, 1:])
     with pytest.raises(ValueError, match=r"1 of 2 prompts are strings. Give only strings, or only ids"):

@@ -42,7 +42,7 @@ def scored(sizes: dict[str, Any], loss_fn: Any, zero: int) -> tuple[list[Score],
 
 
 def test_scores_equal_plain_pytorch(ranks: Any) -> None:
-    """Also by an engine in training, under ZeRO 3, and with a loss function that is a module."""
+    """An engine in training, ZeRO 3, and a loss function that is a module are included."""
     for sizes in GRIDS:
         count = torch.Size(sizes.values()).numel()
         training = 3 if sizes == {"data": 2} else 0
@@ -60,7 +60,7 @@ def test_scores_equal_plain_pytorch(ranks: Any) -> None:
             assert 0 < sum(each for found in first for each in found.is_likeliest) < sum(COUNTS)
 
 
-def test_sequences_that_do_not_fit_are_refused() -> None:
+def test_scoring_refuses_sequences_that_do_not_fit() -> None:
     module = triax.PipelineModule(gpt_layers(SHAPE))
     engine: Any = triax.Engine(module, batch=triax.Batch(size=2, microbatch=2))
     scorer = Scorer(engine)

@@ -1,4 +1,4 @@
-"""Tokens that come as they are made: streams, callbacks, stages at work, and what is refused."""
+"""Streams of tokens: events, callbacks, pipeline stages at work, and refused uses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def streamed(sizes: tuple[int, int, int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1)])
-def test_tokens_come_as_they_are_made(ranks: Any, sizes: tuple[int, int, int]) -> None:
+def test_tokens_are_streamed_as_they_are_generated(ranks: Any, sizes: tuple[int, int, int]) -> None:
     results = ranks(math.prod(sizes), streamed, sizes)
     for rank, result in enumerate(results):
         events: list[Token] = result["events"]
@@ -55,7 +55,7 @@ def test_tokens_come_as_they_are_made(ranks: Any, sizes: tuple[int, int, int]) -
     assert places.index((0, True)) < [request for request, _ in places].index(7)
 
 
-def test_a_prompt_meets_the_head_with_its_last_token_alone() -> None:
+def test_only_the_last_token_of_a_prompt_passes_the_head() -> None:
     module, seen = model(GPT), []
     module.layers["5"].register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape[:2])))
     module.layers["4"].register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape[:2])))
@@ -78,7 +78,7 @@ def busy(sizes: tuple[int, int, int], seconds: float) -> list[tuple[float, float
     return spans
 
 
-def test_stages_work_at_the_same_time(ranks: Any) -> None:
+def test_pipeline_stages_generate_at_the_same_time(ranks: Any) -> None:
     first, second = ranks(2, busy, (2, 1, 1), 0.008 * slowdown())
     assert len(first) == len(second) == 30  # 2 groups of 2 sequences, 15 turns each
     both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)
@@ -114,7 +114,7 @@ def overlapping(sizes: tuple[int, int, int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1)])
-def test_a_stream_has_the_model_to_itself(ranks: Any, sizes: tuple[int, int, int]) -> None:
+def test_a_second_stream_of_a_model_is_refused(ranks: Any, sizes: tuple[int, int, int]) -> None:
     for result in ranks(math.prod(sizes), overlapping, sizes):
         assert result["events"] == result["again"] == result["wanted"]
         assert len(result["said"]) == 24
@@ -123,7 +123,7 @@ def test_a_stream_has_the_model_to_itself(ranks: Any, sizes: tuple[int, int, int
             assert training and around is None and set(caches) <= {None}
 
 
-def test_the_model_is_refused_while_a_stream_has_it() -> None:
+def test_training_is_refused_while_a_stream_is_open() -> None:
     engine = triax.initialize(
         model=PipelineModule(gpt_layers(GPT), loss_fn=GPTLoss(Grid(), GPT.vocab_size), dtype=torch.float64),
         config={"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
@@ -139,7 +139,7 @@ def test_the_model_is_refused_while_a_stream_has_it() -> None:
     assert math.isfinite(float(engine.train_batch(iter([(x, x)]))))
 
 
-def test_a_callback_that_fails_lets_go_of_the_model() -> None:
+def test_generate_works_after_a_callback_that_failed() -> None:
     engine = init_inference(model(GPT))
 
     def fails(request: int, token: int) -> None:
@@ -152,7 +152,7 @@ def test_a_callback_that_fails_lets_go_of_the_model() -> None:
     assert str(caught.value) == "the disk is full"  # its traceback is kept until here
 
 
-def test_a_shorter_call_follows_one_that_failed() -> None:
+def test_generate_works_after_a_longer_call_that_failed() -> None:
     module = model(GPT)
     engine = init_inference(module)
 
@@ -183,7 +183,7 @@ DELTA = DecoderConfig(
 
 @pytest.mark.parametrize("ending", ["read", "closed", "error"])
 @pytest.mark.parametrize("name", ["layers.1.weight", "layers.0.weight"], ids=["positions", "tokens"])
-def test_a_failed_stream_leaves_nothing_behind(name: str, ending: str) -> None:
+def test_later_calls_are_right_after_a_failed_stream(name: str, ending: str) -> None:
     """Keys, values and states that were not finite met the sequences of later calls, with good weights again."""
     layers = gpt_layers(GPT) if name == "layers.1.weight" else decoder_layers(DELTA)
     module = PipelineModule(layers, dtype=torch.float64)
@@ -242,7 +242,7 @@ class Log:
 @pytest.mark.parametrize(
     ("slots", "replicas", "groups"), [(1, 1, 1), (3, 1, 1), (2, 2, 1), (4, 1, 2), (3, 2, 2), (1, 2, 4)]
 )
-def test_nothing_is_computed_twice_and_nobody_waits_for_others(slots: int, replicas: int, groups: int) -> None:
+def test_each_token_is_computed_once_without_waiting(slots: int, replicas: int, groups: int) -> None:
     lengths, limits = [3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]
     log = Log(lengths, limits, slots, replicas, groups)
     assert [len(runs) for runs in log.runs] == limits
@@ -257,7 +257,7 @@ def test_nothing_is_computed_twice_and_nobody_waits_for_others(slots: int, repli
             assert log.runs[i][0] == ended[-places] + 1
 
 
-def test_groups_share_the_work() -> None:
+def test_prompts_are_split_evenly_over_groups() -> None:
     """Two stages, four prompts, room for eight: each group gets two, and no stage waits."""
     log = Log([2] * 4, [6] * 4, 8, 1, 2)
     assert sorted(runs[0] for runs in log.runs) == [0, 0, 1, 1]
@@ -280,13 +280,13 @@ def test_groups_share_the_work() -> None:
         ([[1]], {"top_p": 1.5}, r"top_p is 1.5. Give a probability in \(0, 1\]"),
     ],
 )  # fmt: skip
-def test_streams_refuse_options_that_cannot_be(tokens: Any, options: dict[str, Any], message: str) -> None:
+def test_streams_refuse_impossible_options(tokens: Any, options: dict[str, Any], message: str) -> None:
     engine = init_inference(model(GPT))
     with pytest.raises(ValueError, match=message):
         engine.generate(tokens, **{"max_new_tokens": 2, **options})
 
 
-def test_models_that_cannot_generate() -> None:
+def test_init_inference_refuses_models_that_cannot_generate() -> None:
     module = model(GPT)
     with pytest.raises(ValueError, match=r"max_length is 33, but the model has 32 positions. Pass max_length=32"):
         init_inference(module, max_length=33)
@@ -333,7 +333,7 @@ def failing(what: str) -> list[str]:
 
 
 @pytest.mark.parametrize("what", ["nan", "prompts", "callback", "layer"])
-def test_no_rank_is_left_waiting(ranks: Any, what: str) -> None:
+def test_an_error_of_generation_stops_every_rank(ranks: Any, what: str) -> None:
     first, second = ranks(2, failing, what)
     if what == "nan":
         assert first == second and "token 1 of prompt 1 are not finite" in first[0]

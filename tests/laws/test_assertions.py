@@ -1,4 +1,4 @@
-"""A test can fail: it, or a function of the tests that it calls, asserts something that a fault would change."""
+"""Each test can fail: it, or a test function that it calls, asserts something that a fault would change."""
 
 from __future__ import annotations
 

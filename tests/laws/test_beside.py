@@ -1,4 +1,4 @@
-"""The wall: without a part of plugins/ and compat/ the rest imports and trains, and so do the other parts.
+"""Without a part of plugins/ and compat/, the rest of the library still imports and trains.
 
 The parts are deleted in a copy of the library, in which a process with torch forks a child for each case.
 """
@@ -69,7 +69,7 @@ EXTRA = ("compat/huggingface/training_arguments.py", "compat/huggingface/trainer
 
 
 @pytest.mark.parametrize("deleted", ["all", pytest.param("each", marks=pytest.mark.exhaustive)])
-def test_everything_works_without_the_parts_beside_it(tmp_path: Path, deleted: str) -> None:
+def test_library_works_without_each_part_of_plugins_and_compat(tmp_path: Path, deleted: str) -> None:
     package, beside = tmp_path / "triax", list[str]()
     for file in library(ROOT):
         (package / file).parent.mkdir(parents=True, exist_ok=True)

@@ -302,18 +302,18 @@ def engines(stages: list[int], passes: int) -> None:
         train(grid, stage, passes)
 
 
-def test_functions_on_one_process() -> None:
+def test_gradient_functions_act_as_in_torch_on_one_process() -> None:
     engines([0, 3], 1)
     engines([0], 2)
 
 
-def test_functions_on_two_ranks(ranks: Any) -> None:
+def test_gradient_functions_act_as_in_torch_on_two_ranks(ranks: Any) -> None:
     ranks(2, engines, [0, 1, 2, 3], 1)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("size", "passes"), [(1, 2), (2, 2), (4, 1), (4, 2)])
-def test_functions_on_more_ranks(ranks: Any, size: int, passes: int) -> None:
+def test_gradient_functions_act_as_in_torch_on_more_ranks(ranks: Any, size: int, passes: int) -> None:
     ranks(size, engines, [0, 1, 2, 3], passes)
 
 
@@ -344,5 +344,5 @@ def loops(stages: list[int], passes: int) -> None:
                 compared(dict(model.state_dict()), wanted[1], f"stage {stage}, weights after {function.__name__}")
 
 
-def test_changes_before_a_step_count_in_the_plain_loop(ranks: Any) -> None:
+def test_gradient_changes_in_a_plain_loop_act_as_in_torch(ranks: Any) -> None:
     ranks(2, loops, [0, 1, 2, 3], 1)

@@ -1,4 +1,4 @@
-"""The budget of the library: code lines of each room, without docstrings, comments and blank lines.
+"""The budget of code lines of each folder, without docstrings, comments and blank lines.
 
 A change that goes over the line of its room raises the number here, in the same commit, and says why in the changelog;
 a change that saves lines lowers it: ``python tests/laws/test_budget.py`` prints the table. The sum only falls, except
@@ -66,7 +66,7 @@ def counted(root: Path) -> Counter[str]:
     return lines
 
 
-def test_no_room_is_over_its_budget() -> None:
+def test_no_folder_has_more_code_lines_than_its_budget() -> None:
     lines = counted(ROOT)
     assert lines.keys() == BUDGET.keys()
     over = [
@@ -77,7 +77,7 @@ def test_no_room_is_over_its_budget() -> None:
     assert not saved, f"lines were saved; lower the budget, so that they stay saved: {', '.join(saved)}"
 
 
-def test_only_code_is_counted() -> None:
+def test_code_lines_exclude_comments_and_docstrings() -> None:
     source = (
         '"""Text.\n\nMore."""\n\n# a comment\nx = 1  # counted\n\ndef f():\n    """Text."""\n    return """a\nb"""\n'
     )

@@ -63,7 +63,7 @@ def step(name: str, schedule: str, chunks: int) -> Any:
         ("sparse", "zb-h1", 1),
     ],
 )
-def test_gradients_of_each_layer_are_those_of_autograd(ranks: Any, name: str, schedule: str, chunks: int) -> None:
+def test_gradients_of_each_layer_equal_those_of_autograd(ranks: Any, name: str, schedule: str, chunks: int) -> None:
     engine = engine_of(built(name))
     module, weights = engine.module, {p.layout.name: p.parameter for p in engine.module.local_parameters()}
     loss = torch.stack([mean_loss(module(x), y) for x, y in pairs()]).mean()
@@ -169,8 +169,8 @@ def reentrant_on_replicas() -> dict[tuple[str, int, bool], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_reentrant_checkpoints_in_a_plain_module(ranks: Any, size: int) -> None:
-    """Their backward pass was taken for one of its own: "the last backward pass failed half way"."""
+def test_reentrant_checkpoints_have_the_gradients_of_plain_pytorch(ranks: Any, size: int) -> None:
+    """The backward pass of a checkpoint was taken for one of the engine: "the last backward pass failed half way"."""
     wanted = {}
     for how in REENTRANT:
         model = reentrant_model(how)

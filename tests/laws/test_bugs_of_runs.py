@@ -1,4 +1,4 @@
-"""Bugs that runs had: what is frozen, replaced or unlike between ranks, and ranks that fail."""
+"""Fixed bugs of runs: weights that are frozen or replaced, ranks that differ, and ranks that fail."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def endless() -> Iterator[tuple[Tensor, Tensor]]:
     "optimizer",
     [{"type": "AdamW", "params": {"lr": 0.1}}, {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}],
 )
-def test_what_is_frozen_later_stands_still(optimizer: Any) -> None:
-    """Decay and momentum went on moving it."""
+def test_weights_frozen_during_training_do_not_change(optimizer: Any) -> None:
+    """Weight decay and momentum changed the weight after it was frozen."""
     engine = engine_of([linear(), linear()], optimizer=optimizer)
     data, (frozen, _, other, _) = endless(), engine.module.parameters()
     engine.train_batch(data)
@@ -88,8 +88,8 @@ def add(engine: Any) -> None:
         (add, "layers.1.scale was added after its engine"),
     ],
 )
-def test_nothing_is_left_untrained_in_silence(change: Callable[[Any], None], words: str) -> None:
-    """Steps went on, on buffers that the model no longer looked at, or without what had been unfrozen."""
+def test_train_batch_refuses_weights_changed_after_the_engine(change: Callable[[Any], None], words: str) -> None:
+    """Training went on with buffers that the model no longer used, or without weights that had been unfrozen."""
     built = nn.Linear(WIDTH, WIDTH)
     built.weight.requires_grad_(False)
     engine = engine_of([built, linear()])
@@ -123,7 +123,7 @@ def test_stages_do_not_move_when_weights_were_set_through_data(ranks: Any, chang
     assert all("was changed since it was built" in message for message in ranks(2, behind_the_counters, change))
 
 
-def test_optimizers_and_groups_that_cannot_be_followed() -> None:
+def test_stepped_optimizers_and_overlapping_groups_are_refused() -> None:
     """A stepped Adam lost its moments without a word; of two groups with one parameter the last one won."""
     module = PipelineModule([linear(), linear()], loss_fn=mean_loss)
     adam = torch.optim.Adam(module.parameters())
@@ -145,14 +145,14 @@ class Rates(nn.Module):
         self.rates = [rate.item() for rate in torch.arange(3.0)]
 
 
-def test_a_layer_that_cannot_be_built_on_meta() -> None:
+def test_layers_not_buildable_on_meta_need_a_given_partition() -> None:
     """The layer was built on meta even if no partition needs it, and torch's error did not mention partitions."""
     PipelineModule([LayerSpec(Rates)])
     with pytest.raises(ValueError, match="pass partition='uniform' or boundaries"):
         PipelineModule([LayerSpec(Rates), linear()], chunks=2)
 
 
-def test_labels_may_be_none() -> None:
+def test_training_and_evaluation_take_labels_of_none() -> None:
     """Without labels the loss was not computed, in training either: `the batch's weight is 0`."""
     engine = engine_of([linear(), linear()], loss=lambda outputs, labels: outputs.square().mean())
     losses = [engine.train_batch((x, None) for x, _ in pairs()).item() for _ in range(2)]
@@ -169,7 +169,7 @@ def test_labels_may_be_none() -> None:
         (lambda outputs, labels: outputs.detach().mean(), "the loss depends on no parameter"),
     ],
 )
-def test_losses_that_train_nothing(loss: Any, words: str) -> None:
+def test_losses_without_gradients_are_refused(loss: Any, words: str) -> None:
     """torch refuses to differentiate such a loss; here a step went by, and nothing moved."""
     with pytest.raises(RuntimeError, match=words):
         engine_of([linear(), linear()], loss=loss).train_batch(iter(pairs()))
@@ -188,7 +188,7 @@ class Empty:
         return next(self.data)
 
 
-def test_an_iterator_may_be_false() -> None:
+def test_train_batch_takes_an_iterator_of_length_0() -> None:
     """`data_iter or ...` took one of length 0 for none at all."""
     assert engine_of([linear()]).train_batch(Empty()).item() > 0  # type: ignore[arg-type]
 
@@ -208,7 +208,7 @@ def numbered() -> list[int]:
     return seen
 
 
-def test_replicas_of_unlike_size_number_their_samples_apart(ranks: Any) -> None:
+def test_replicas_of_unequal_size_number_samples_without_overlap(ranks: Any) -> None:
     """Each took the others to be as large as itself: two samples had one number, and one dropout mask."""
     assert ranks(2, numbered) == [list(range(12)), list(range(12, 16))]
 
@@ -235,7 +235,7 @@ def uncounted() -> str:
     return str(error.value)
 
 
-def test_a_message_that_changed_is_shown_whole(ranks: Any) -> None:
+def test_changed_messages_between_stages_are_shown_whole(ranks: Any) -> None:
     """A number among the tensors had changed, and the message showed two equal tensors."""
     assert "changed from ({'x': float64[3, 4, 6], 'n': " in ranks(2, uncounted)[0]
 
@@ -299,7 +299,7 @@ STOPS = list(product([(1, 4, 1), (2, 2, 1), (1, 1, 4)], ["forward", "backward", 
 
 
 @pytest.mark.parametrize(("sizes", "what"), [*STOPS, ((2, 2, 1), "outputs")], ids=str)
-def test_every_rank_stops_when_one_does(ranks: Any, sizes: tuple[int, int, int], what: str) -> None:
+def test_every_rank_stops_when_one_rank_fails(ranks: Any, sizes: tuple[int, int, int], what: str) -> None:
     """Failures outside of a program's ops, and interrupts, closed no connection: some ranks waited for the others."""
     results = ranks(4, trip, what, sizes, timeout=45)
     said = {"interrupt": "KeyboardInterrupt", "outputs": "a set cannot be sent between stages"}.get(what, "boom")
@@ -322,7 +322,7 @@ def left_alone() -> str:
     return str(error.value)
 
 
-def test_a_rank_that_leaves_before_the_first_step_is_named_as_later(ranks: Any) -> None:
+def test_errors_before_the_first_step_name_the_rank(ranks: Any) -> None:
     """The other ranks released objects that only the first step makes, and failed with an AttributeError."""
     assert ranks(2, left_alone)[0].startswith("rank 0 (pipe 0, data 0, tensor 0)")
 
@@ -338,7 +338,7 @@ def closed() -> list[bool]:
     return [group() is None for group in groups]
 
 
-def test_a_closed_group_is_gone(ranks: Any) -> None:
+def test_closing_a_grid_frees_its_process_groups(ranks: Any) -> None:
     """torch's optimizers import functions whose default argument is the default group: it stayed open for good."""
     import torch.distributed.nn.functional as functions
 
@@ -355,7 +355,7 @@ def waits() -> str:
     return str(error.value)
 
 
-def test_the_time_limit_holds_for_messages_between_stages(ranks: Any) -> None:
+def test_messages_between_stages_obey_the_time_limit(ranks: Any) -> None:
     """The mesh's groups had torch's half hour, and a limit that was set later did not hold for them."""
     assert "Timed out waiting 1000ms" in ranks(4, waits, timeout=30)[0]
 
@@ -382,7 +382,7 @@ def fails_while_it_gathers() -> tuple[str, float]:
     return str(error.value), time.monotonic() - start
 
 
-def test_a_rank_that_fails_lets_go_of_the_next_layers_gather(ranks: Any) -> None:
+def test_a_failing_rank_cancels_the_gather_of_the_next_layer(ranks: Any) -> None:
     """Stage 3 gathers a layer ahead: that gather kept the connections open, and the others waited for the limit."""
     for rank, (message, seconds) in enumerate(ranks(2, fails_while_it_gathers, timeout=40)):
         assert message.startswith(f"rank {rank} (") and "boom" in message and seconds < 20
@@ -410,6 +410,6 @@ def failing_layer() -> bool:
     return False
 
 
-def test_an_error_is_not_its_own_cause(ranks: Any) -> None:
+def test_causes_of_a_step_error_lead_to_the_layers_error(ranks: Any) -> None:
     """A program that follows the causes of a failed step's error never came to an end."""
     assert ranks(2, failing_layer) == [True, True]

@@ -54,7 +54,7 @@ def often_used() -> list[str]:
     return [name for name in sorted(triax.__all__) if uses[name] >= OFTEN and callable(getattr(triax, name))]
 
 
-def test_names_that_are_used_often_have_an_example() -> None:
+def test_often_used_names_have_an_example() -> None:
     pytest.importorskip("transformers")
     names = often_used()
     assert len(names) > 30

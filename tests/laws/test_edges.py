@@ -1,4 +1,4 @@
-"""Parameters that are frozen, unused, empty, shared, or in groups of their own: through the engine, in every stage."""
+"""Parameters that are frozen, unused, empty, shared, or in groups of their own, in every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def plain() -> Trace:
         pytest.param((2, 2, 1), "zb-v", 2, (1,), marks=pytest.mark.exhaustive),
     ],
 )
-def test_every_parameter_is_stepped_as_torch_steps_it(
+def test_every_parameter_is_stepped_as_in_torch(
     ranks: Any, sizes: tuple[int, int, int], schedule: str, chunks: int, stages: tuple[int, ...]
 ) -> None:
     wanted = plain()
@@ -162,6 +162,6 @@ def abandoned(stage: int) -> int:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_engine_that_nobody_needs_goes_with_its_grid(ranks: Any, stage: int) -> None:
+def test_unreferenced_engines_free_their_grids(ranks: Any, stage: int) -> None:
     """Hooks of parameters kept the engine alive, unseen by the garbage collector: sockets and threads added up."""
     assert ranks(4, abandoned, stage) == [0] * 4

@@ -1,4 +1,4 @@
-"""Whatever goes wrong on one rank ends the run on all, with a message that names the rank, its place and its op."""
+"""A failure on one rank ends the run on all ranks, with a message that names the rank, its place and its op."""
 
 from __future__ import annotations
 
@@ -173,7 +173,9 @@ def left_alone(folder: str, guilty: int, stopped: bool, saves: bool, **config: A
 
 
 @pytest.mark.parametrize(("guilty", "stopped", "saves"), [(0, True, False), (0, True, True), (1, False, False)])
-def test_the_rank_that_is_gone_is_named(ranks: Any, tmp_path: Path, guilty: int, stopped: bool, saves: bool) -> None:
+def test_errors_name_the_rank_that_left_or_stopped(
+    ranks: Any, tmp_path: Path, guilty: int, stopped: bool, saves: bool
+) -> None:
     size = 2 if stopped else 3
     said = ranks(size, left_alone, str(tmp_path), guilty, stopped, saves, init_group=False, timeout=60)
     how = "failed at" if saves else "stopped"  # at an op, or where it reduces gradients
@@ -187,13 +189,13 @@ def waits_for_a_stopped_replica(folder: str) -> tuple[str, str | None]:
     return left_alone(folder, 0, True, False, local_updates=local)
 
 
-def test_a_replica_of_its_own_names_the_rank_that_serves_the_store(ranks: Any, tmp_path: Path) -> None:
+def test_async_diloco_names_a_stopped_rank_that_serves_the_store(ranks: Any, tmp_path: Path) -> None:
     """Asynchronous DiLoCo asks the store for the others' rounds, and waited without an end."""
     (first, _), (_, error) = ranks(2, waits_for_a_stopped_replica, str(tmp_path), init_group=False, timeout=60)
     assert f"{first} does not answer: it has ended, was killed or was stopped" in error, error
 
 
-def test_a_call_has_a_limit() -> None:
+def test_with_timeout_ends_calls_that_take_too_long() -> None:
     assert with_timeout(5, lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         with_timeout(5, lambda: 1 // 0)
@@ -201,7 +203,7 @@ def test_a_call_has_a_limit() -> None:
         with_timeout(0.05, lambda: time.sleep(5))
 
 
-def test_time_limits_are_recognised() -> None:
+def test_timed_out_recognizes_errors_of_time_limits() -> None:
     assert timed_out(RuntimeError("[...]unbound_buffer.cc:90] Timed out waiting 3000ms for recv operation to complete"))
     wrapped = RuntimeError("rank 0, 0F1: failed")
     wrapped.__cause__ = RuntimeError("Timed out waiting 2000ms")
@@ -288,8 +290,8 @@ def with_a_weight_of_nan(kind: str, stage: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("pipe", 0), ("module", 0), ("module", 3)])
-def test_a_weight_that_is_nan_leads_the_error(ranks: Any, kind: str, stage: int) -> None:
-    """Before the losses and gradients that it makes on the other ranks."""
+def test_errors_name_a_nan_weight_before_losses_and_gradients(ranks: Any, kind: str, stage: int) -> None:
+    """A nan weight also makes losses and gradients nan on the other ranks; the error names the weight first."""
     (first, _), (second, name) = ranks(2, with_a_weight_of_nan, kind, stage, timeout=40)
     assert first == second
     assert f"is nan: {NAME[kind]}: the value of {name} is not finite" in first, first
@@ -298,7 +300,7 @@ def test_a_weight_that_is_nan_leads_the_error(ranks: Any, kind: str, stage: int)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_such_a_step_may_be_left_out_or_taken(ranks: Any, kind: str) -> None:
+def test_a_step_with_a_nan_loss_can_be_skipped_or_taken(ranks: Any, kind: str) -> None:
     nan = float("nan")
     for said, moved, (skipped, _, whole) in ranks(2, poisoned, kind, "loss", nan, {"nan_loss": "skip"}, timeout=40):
         assert said == [None] * 3 and moved == [True, False, True] and whole and skipped == 1
@@ -307,7 +309,7 @@ def test_such_a_step_may_be_left_out_or_taken(ranks: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_overflows_of_fp16_are_the_loss_scales(ranks: Any, kind: str) -> None:
+def test_fp16_overflow_halves_the_scale_and_nan_loss_is_an_error(ranks: Any, kind: str) -> None:
     """A gradient that overflows halves the scale, and is no error; a loss that is nan is one, and halves nothing."""
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
     for said, moved, (skipped, scale, whole) in ranks(2, poisoned, kind, "gradient", float("inf"), fp16, timeout=40):
@@ -382,7 +384,7 @@ def test_ranks_that_differ_are_refused_before_they_hang(ranks: Any, kind: str, w
     assert words in said[0], said[0]
 
 
-def compared() -> list[bool]:
+def facts_that_are_same() -> list[bool]:
     grid = Grid(timeout=20)
     grid.traffic.add("tensor", "send", 3.0)
     found = [same(grid.world, facts, grid.device) for facts in ("x", grid.rank, grid.rank // 2, [1, {"a": 2}])]
@@ -446,7 +448,9 @@ def around(kind: str) -> Iterator[tuple[str, str]]:
     ],
     ids=lambda each: " and ".join(each) if isinstance(each, tuple) else str(each),
 )
-def test_ranks_that_make_other_calls_are_named(ranks: Any, tmp_path: Path, kind: str, stage: int, calls: Any) -> None:
+def test_ranks_that_call_different_methods_are_named(
+    ranks: Any, tmp_path: Path, kind: str, stage: int, calls: Any
+) -> None:
     """Replicas of a plain module waited for the time limit, or a rank was aborted by gloo."""
     texts = ranks(2, other_calls, kind, stage, str(tmp_path), calls, timeout=30)
     for text in texts:
@@ -457,8 +461,8 @@ def test_ranks_that_make_other_calls_are_named(ranks: Any, tmp_path: Path, kind:
             assert f"calls {calls[0]}" in text and "rank 0 (" in text and "rank 1 (" in text, texts
 
 
-def test_what_is_the_same_on_all_ranks(ranks: Any) -> None:
-    assert ranks(4, compared) == [[True, False, False, True]] * 4
+def test_facts_that_differ_between_ranks_are_detected(ranks: Any) -> None:
+    assert ranks(4, facts_that_are_same) == [[True, False, False, True]] * 4
 
 
 # ---------------------------------------------------------------------------------- a batch of another shape

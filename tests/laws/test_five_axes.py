@@ -98,7 +98,7 @@ def covering() -> list[Cell]:
     return [cell(row) for row in rows]
 
 
-def check(ranks: Any, cells: Sequence[Cell], at_once: int = 12) -> None:
+def require_equal_to_one_process(ranks: Any, cells: Sequence[Cell], at_once: int = 12) -> None:
     """Run cells of the same number of ranks in few jobs, and compare each with one process."""
     failed: list[str] = []
     ordered = sorted(cells, key=lambda cell: (cell[1].ranks, cell[1].grid))
@@ -112,17 +112,17 @@ def check(ranks: Any, cells: Sequence[Cell], at_once: int = 12) -> None:
     assert not failed, "\n".join(failed)
 
 
-def test_one_process_is_plain_pytorch() -> None:
-    check_plain([Job(True, "batch", True, True, True)])
+def test_one_process_equals_plain_pytorch() -> None:
+    require_equal_to_plain([Job(True, "batch", True, True, True)])
 
 
 @EXHAUSTIVE
-def test_one_process_is_plain_pytorch_in_every_job() -> None:
+def test_one_process_equals_plain_pytorch_in_every_job() -> None:
     assert len(JOBS) == 48
-    check_plain(JOBS)
+    require_equal_to_plain(JOBS)
 
 
-def check_plain(jobs: Sequence[Job]) -> None:
+def require_equal_to_plain(jobs: Sequence[Job]) -> None:
     for job in jobs:
         found = alone(job)
         assert not compare(found, plain(job, found.initial)), job
@@ -138,24 +138,24 @@ SAMPLE = [
 ]
 
 
-def test_a_sample_of_cells(ranks: Any) -> None:
-    check(ranks, SAMPLE)
+def test_sampled_cells_of_five_axes_equal_one_process(ranks: Any) -> None:
+    require_equal_to_one_process(ranks, SAMPLE)
 
 
 @EXHAUSTIVE
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_every_grid_of_five_axes_at_one_setting_is_exact(ranks: Any, count: int) -> None:
-    check(ranks, [each for each in at_one_setting() if each[1].ranks == count])
+def test_every_grid_of_five_axes_equals_one_process(ranks: Any, count: int) -> None:
+    require_equal_to_one_process(ranks, [each for each in at_one_setting() if each[1].ranks == count])
 
 
 @EXHAUSTIVE
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(4))
-def test_all_triples_of_settings_on_five_axes_are_exact(ranks: Any, part: int) -> None:
+def test_all_triples_of_settings_equal_one_process(ranks: Any, part: int) -> None:
     cells = covering()
     assert len(cells) <= 600
-    check(ranks, cells[part::4])
+    require_equal_to_one_process(ranks, cells[part::4])
 
 
 # What cannot be combined is refused: on which grid, with which job and settings, and with which words.
@@ -184,7 +184,7 @@ REFUSED: list[tuple[Place, Job, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("place", "job", "settings", "words"), REFUSED)
-def test_what_cannot_be_combined_is_refused(
+def test_impossible_combinations_of_settings_are_refused(
     ranks: Any, place: Place, job: Job, settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(RankFailure, match=words):

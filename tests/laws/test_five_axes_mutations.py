@@ -346,7 +346,7 @@ def mutate(names: Sequence[str]) -> list[Found]:
     return run(cells, contexts)
 
 
-def check(ranks: Any, names: Sequence[str]) -> None:
+def require_mutations_are_noticed(ranks: Any, names: Sequence[str]) -> None:
     """The comparison fails with each mutation, and does not without."""
     unseen = []
     for count in sorted({MUTATIONS[name].place.ranks for name in names}):
@@ -368,10 +368,10 @@ def check(ranks: Any, names: Sequence[str]) -> None:
     assert not unseen, "\n".join(unseen)
 
 
-def test_the_law_notices_mutations(ranks: Any) -> None:
-    check(ranks, FEW)
+def test_some_mutations_make_the_five_axes_law_fail(ranks: Any) -> None:
+    require_mutations_are_noticed(ranks, FEW)
 
 
 @pytest.mark.exhaustive
-def test_the_law_notices_every_mutation(ranks: Any) -> None:
-    check(ranks, list(MUTATIONS))
+def test_every_mutation_makes_the_five_axes_law_fail(ranks: Any) -> None:
+    require_mutations_are_noticed(ranks, list(MUTATIONS))

@@ -30,7 +30,7 @@ def wrong_maps(root: Path) -> Iterator[str]:
         )
 
 
-def test_each_file_is_in_its_folders_map() -> None:
+def test_each_file_is_named_in_the_map_of_its_folder() -> None:
     found = list(wrong_maps(ROOT))
     assert not found, "\n" + "\n".join(found)
 

@@ -1,4 +1,4 @@
-"""Other libraries' names stand in compat/, and outside of it only in the files listed here."""
+"""Names of other libraries are only in compat/, and in the files listed here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def foreign_names(root: Path) -> Iterator[tuple[str, str]]:
                     yield file, f"{path.relative_to(root)}:{number} says {found[0]}"
 
 
-def test_other_libraries_names_stand_in_compat() -> None:
+def test_names_of_other_libraries_are_only_in_compat() -> None:
     found = [place for file, place in foreign_names(ROOT) if not file.startswith((*ALLOWED,))]
     assert not found, "\nmove it to compat/, say it without the name, or list the file:\n" + "\n".join(found)
 

@@ -1,4 +1,4 @@
-"""The package `triax` as help, star imports, inspect and type checkers see it, also without the extras' packages."""
+"""The package `triax` as help, star imports, inspect and type checkers see it, with and without the extras."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ triax.PipelineModule(layers, grid=grid, loss_fn="mse")  # error
 
 
 @pytest.mark.parametrize("extras", [EXTRAS, ()], ids=["without extras", "with all"])
-def test_the_package_can_be_asked_with_the_smallest_install(extras: tuple[str, ...]) -> None:
+def test_help_and_star_imports_work_without_extras(extras: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ASKED.format(extras=extras)], capture_output=True, text=True, check=False, timeout=120
     )

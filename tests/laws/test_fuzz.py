@@ -1,4 +1,4 @@
-"""The fuzzers: a few fixed cases of each, those that failed once, and proof that each of them finds what is wrong."""
+"""The fuzzers: a few fixed cases of each, cases that once failed, and proof that each fuzzer finds mistakes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def own_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_compositions_that_failed_once(ranks: Any, case: dict[str, Any]) -> None:
+def test_compositions_that_once_failed_equal_one_process(ranks: Any, case: dict[str, Any]) -> None:
     assert fuzz.judge(case) == fuzz.Verdict("equal")
 
 
@@ -72,7 +72,7 @@ def test_some_random_training_files_train_or_are_refused() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
-def test_two_hundred_hostile_training_files() -> None:
+def test_hostile_training_files_train_or_are_refused() -> None:
     try:
         assert not [*fuzz_train_files.known()]
         counts, findings = fuzz_train_files.run(seconds=600, seed=8, cases=200, step=1)
@@ -81,7 +81,7 @@ def test_two_hundred_hostile_training_files() -> None:
     assert not findings and sum(counts.values()) == 200 and counts["trained"] > 10
 
 
-def test_some_random_faults_lose_nothing(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_survives_a_kill_a_damage_and_an_error(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "GRACE", 20.0)
     lives: list[dict[str, Any]] = [
         {"kind": "kill_in_save", "at": 7, "step": 2},
@@ -92,7 +92,7 @@ def test_some_random_faults_lose_nothing(ranks: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_waits_in_vain_names_the_other(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_survivors_name_the_rank_that_was_interrupted(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message was "another rank failed", without the rank's name."""
     monkeypatch.setattr(pool, "GRACE", 20.0)
     lives: list[dict[str, Any]] = [{"kind": "interrupt", "grid": [2, 1, 1], "step": 3, "victim": 0}]
@@ -102,7 +102,7 @@ def test_a_rank_that_waits_in_vain_names_the_other(ranks: Any, monkeypatch: pyte
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("program", [fuzz, fuzz_config, fuzz_train_files, faults], ids=lambda program: program.__name__)
-def test_five_minutes_of_each(ranks: Any, program: Any) -> None:
+def test_each_fuzzer_finds_nothing_in_five_minutes(ranks: Any, program: Any) -> None:
     counts, findings = program.run(seconds=300, seed=random.randrange(10**6))
     assert not findings and sum(counts.values()) > 20, findings
 
@@ -110,7 +110,7 @@ def test_five_minutes_of_each(ranks: Any, program: Any) -> None:
 # ------------------------------------------------------------------------------------------ they find what is wrong
 
 
-def test_a_wrong_gradient_is_found() -> None:
+def test_the_fuzzer_reports_a_wrong_gradient() -> None:
     found = fuzz.plainly({"grid": [1, 1, 1], "layers": [["linear"], ["gru"]]})
     ranks = [{**found, "digests": {}, "tensor": 0, "losses": [step[:2] for step in found["steps"]]}]
     case = fuzz.full({})
@@ -124,7 +124,7 @@ def test_a_wrong_gradient_is_found() -> None:
     assert fuzz.compare(case, drifted, found, 1e-10).kind == "wrong"
 
 
-def test_a_raw_error_is_found(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
+def test_fuzzers_report_an_error_that_is_no_refusal(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
     def raw(_: Any) -> Any:
         raise KeyError("stage")
 
@@ -135,7 +135,7 @@ def test_a_raw_error_is_found(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> No
     assert fuzz.judge({"config": {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "no": 1}}).kind == "refused"
 
 
-def test_what_a_training_file_hides_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fuzzer_reports_dropped_keys_and_raw_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that is left out on the way to the schema is silent, and an error of Python's is raw."""
     base = fuzz_train_files.SMALL
     try:
@@ -157,13 +157,13 @@ def dropped(values: dict[str, Any], short_forms: dict[str, str]) -> dict[str, An
     return values | {"training": {key: each for key, each in values["training"].items() if key != "no_such"}}
 
 
-def test_a_lost_checkpoint_is_found(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
+def test_the_fuzzer_reports_a_lost_checkpoint(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
     monkeypatch.setattr(faults, "tags", lambda folder: [])
     lives = [{"kind": "exit", "step": 2}]
     assert "was committed, and the newest checkpoint is of step 0" in faults.judge({"steps": 4, "lives": lives}).text
 
 
-def test_shrinking_keeps_what_fails() -> None:
+def test_shrinking_keeps_only_the_failing_parts() -> None:
     case = {"grid": [2, 2, 1], "layers": [["linear"], ["gru"], ["conv"]], "steps": 4, "config": {"a": 1, "b": 2}}
 
     def fails(less: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What user code does to gradients between backward and step: what is refused, other dtypes and grids."""
+"""Changes of gradients by user code between backward and step: which are refused, in other dtypes and grids."""
 
 from __future__ import annotations
 
@@ -198,10 +198,10 @@ def test_a_hook_within_a_backward_pass_is_refused() -> None:
         engine.backward(engine(batch(0, 1, 0)).square().mean())
 
 
-def test_what_is_refused_and_other_dtypes_and_grids(ranks: Any) -> None:
+def test_gradient_changes_act_or_are_refused_on_two_ranks(ranks: Any) -> None:
     ranks(2, other_cases)
 
 
 @pytest.mark.parametrize(("stage", "how"), [(0, "noise"), (1, "noise"), (0, "dropped"), (2, "assigned")])
-def test_changes_that_replicas_make_differently_are_refused(ranks: Any, stage: int, how: str) -> None:
+def test_gradients_changed_differently_by_replicas_are_refused(ranks: Any, stage: int, how: str) -> None:
     ranks(2, replicas_differ, stage, how)

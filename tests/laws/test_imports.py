@@ -1,4 +1,4 @@
-"""The house keeps its shape: who may import whom (docs/inside/why.md), and what no file of the library may do.
+"""Rules of imports (docs/inside/why.md): which folder may import which, and what no file of the library may do.
 
 Each rule is first shown to catch an offender, in a house built for the purpose.
 """
@@ -203,13 +203,13 @@ RULES = [bad_arrows, bad_circles, bad_names_aside, bad_dependencies, bad_habits]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_house_keeps_the_rule(rule: object) -> None:
+def test_library_imports_obey_each_rule(rule: object) -> None:
     assert callable(rule)
     offences = list(rule(ROOT))
     assert not offences, "\n" + "\n".join(offences)
 
 
-def test_the_house_is_all_read() -> None:
+def test_import_reader_finds_all_files_and_imports() -> None:
     files = library(ROOT)
     assert "__init__.py" in files and "grid/topology.py" in files and "pipe/schedules/registry.py" in files
     everywhere = [found for file in files for found in imports(ROOT, file)]
@@ -220,7 +220,7 @@ def test_the_house_is_all_read() -> None:
     assert not missing
 
 
-def test_no_python_file_is_outside_the_house() -> None:
+def test_no_python_file_is_outside_the_known_folders() -> None:
     """A folder that no rule knows would be bound by none."""
     known = {*ROOMS, *ASIDE, "docs", "build", "dist", "runs"}
     folders = [path.parent for path in ROOT.glob("*/*.py") if not path.parent.name.startswith(".")]
@@ -236,7 +236,7 @@ def test_no_test_module_imports_another() -> None:
         assert not [name for name in modules if name.startswith("test_")], path
 
 
-def test_files_that_need_no_torch_are_the_designs() -> None:
+def test_schedule_and_topology_files_need_no_torch() -> None:
     for file in ("program/ops", "program/passes", "program/verify", "program/simulate", "program/draw"):
         assert needs_no_torch(f"pipe/{file}.py")
     assert needs_no_torch("pipe/schedules/registry.py") and needs_no_torch("pipe/schedules/search.py")

@@ -215,7 +215,7 @@ def reference(job: Job) -> tuple[dict[str, Tensor], list[Step]]:
     return initial, train_gpt(initial, data, LAYERS, job.heads, LR, CLIP)
 
 
-def check(ranks: Any, grid: tuple[int, int, int], cells: list[Cell]) -> None:
+def require_equal_to_one_process(ranks: Any, grid: tuple[int, int, int], cells: list[Cell]) -> None:
     """Twice as many microbatches as stages, and at least four, where a replica has as many samples."""
     pipe, data, _ = grid
     microbatch = max(1, SAMPLES // data // max(4, 2 * pipe))
@@ -240,35 +240,37 @@ def name(grid: tuple[int, int, int]) -> str:
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=name)
-def test_a_part_of_the_schedules_and_stages_is_exact(ranks: Any, grid: tuple[int, int, int]) -> None:
-    """A part of ``test_every_schedule_stage_and_grid_is_exact``."""
+def test_some_schedules_and_stages_equal_one_process(ranks: Any, grid: tuple[int, int, int]) -> None:
+    """A part of ``test_every_schedule_stage_and_grid_equals_one_process``."""
     cells = [(schedule, 1, stage, Job(tied)) for schedule, stage, tied in itertools.product(SCHEDULES, STAGES, TIED)]
     # 8 ranks take up to 3 s a cell on 2 cores, and 4 ranks 1.5 s: one cell a grid there, or two, and four on 2 ranks;
     # each number of ranks has every cell on some grid.
     size = math.prod(grid)
     number = [other for other in GRIDS if math.prod(other) == size].index(grid)
     every = {8: 8, 4: 4, 2: 2}.get(size, 1)
-    check(ranks, grid, cells[number % every :: every])
+    require_equal_to_one_process(ranks, grid, cells[number % every :: every])
 
 
 @pytest.mark.parametrize(
     "grid", [(2, 2, 1), *(pytest.param(grid, marks=EXHAUSTIVE) for grid in [(2, 1, 1), (2, 2, 2)])], ids=name
 )
-def test_invariance_of_every_schedule(ranks: Any, grid: tuple[int, int, int]) -> None:
+def test_every_schedule_equals_one_process(ranks: Any, grid: tuple[int, int, int]) -> None:
     """A part of the next test: each schedule once a grid, with ZeRO and ties in turn."""
     fits = [(schedule, chunks) for schedule, chunks in OTHERS if grid[0] * chunks <= 8]
     turns = itertools.cycle([(1, True), (3, False), (2, True), (0, False), (3, True), (2, False), (0, True)])
     cells = [(*schedule, stage, Job(tied)) for schedule, (stage, tied) in zip(fits, turns, strict=False)]
-    check(ranks, grid, cells)
+    require_equal_to_one_process(ranks, grid, cells)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)  # 8 ranks that share 2 cores take 1 s a cell, or more where the tensor axis has them all
 @pytest.mark.parametrize("grid", GRIDS, ids=name)
-def test_every_schedule_stage_and_grid_is_exact(ranks: Any, grid: tuple[int, int, int]) -> None:
+def test_every_schedule_stage_and_grid_equals_one_process(ranks: Any, grid: tuple[int, int, int]) -> None:
     names = [*((name, 1) for name in SCHEDULES), *OTHERS]
     for schedule in [(name, chunks) for name, chunks in names if grid[0] * chunks <= 8]:
-        check(ranks, grid, [(*schedule, s, Job(t)) for s, t in itertools.product(range(4), TIED)])
+        require_equal_to_one_process(
+            ranks, grid, [(*schedule, s, Job(t)) for s, t in itertools.product(range(4), TIED)]
+        )
 
 
 # ------------------------------------------------------------------------------- models, and ways to train them
@@ -295,15 +297,15 @@ SOME = [(1, 1, 2), (2, 1, 2), (1, 1, 4), (2, 2, 2)]
 
 
 @pytest.mark.parametrize("grid", [*SOME[:2], *(pytest.param(grid, marks=EXHAUSTIVE) for grid in SOME[2:])], ids=name)
-def test_invariance_of_models_and_options(ranks: Any, grid: tuple[int, int, int]) -> None:
+def test_some_models_and_options_equal_one_process(ranks: Any, grid: tuple[int, int, int]) -> None:
     """A part of the next test: every model on every grid, with options that differ from one grid to the next."""
-    check(ranks, grid, in_turn(grid, jobs()[SOME.index(grid) :: 23]))
+    require_equal_to_one_process(ranks, grid, in_turn(grid, jobs()[SOME.index(grid) :: 23]))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("which", range(len(MODELS)))
 @pytest.mark.parametrize("grid", GRIDS, ids=name)
-def test_invariance_of_all_models_and_options(ranks: Any, grid: tuple[int, int, int], which: int) -> None:
+def test_all_models_and_options_equal_one_process(ranks: Any, grid: tuple[int, int, int], which: int) -> None:
     each = len(jobs()) // len(MODELS)
-    check(ranks, grid, in_turn(grid, jobs())[which * each : (which + 1) * each])
+    require_equal_to_one_process(ranks, grid, in_turn(grid, jobs())[which * each : (which + 1) * each])

@@ -341,7 +341,7 @@ def two_stages(ranks: Any) -> list[dict[str, Any]]:
     return ranks(2, messages)
 
 
-def test_15_a_batch_of_another_shape_is_right(two_stages: Any) -> None:
+def test_15_eval_batches_of_another_size_have_the_right_loss(two_stages: Any) -> None:
     """DeepSpeed's pipeline returned 6.264 for 6.512 when the evaluation batch was smaller than training's."""
     module = model([linear(), linear()])
     x, y = batch()
@@ -356,7 +356,7 @@ def test_17_k_tensors_between_stages_cost_one_backward(two_stages: Any) -> None:
     assert [two_stages[0]["calls"][f"node {k}"] for k in (1, 3)] == [8, 8]
 
 
-def test_18_nests_booleans_and_tensors_without_gradients_travel(two_stages: Any) -> None:
+def test_18_nests_and_tensors_without_gradients_pass_between_stages(two_stages: Any) -> None:
     """Dicts, nests, boolean masks and floats without gradients did not pass between DeepSpeed's stages."""
     for k in (1, 3):
         wanted = plain([LayerSpec(Fork, k), LayerSpec(Join)])[1]
@@ -406,7 +406,7 @@ def test_19_stages_without_parameters_run_and_empty_ones_are_refused(ranks: Any)
         model(odd_stages(), chunks=3, partition=[0, 2, 2, 3])
 
 
-def test_20_the_balanced_partition_is_optimal_and_one_may_choose() -> None:
+def test_20_the_balanced_partition_is_optimal_and_can_be_given() -> None:
     """DeepSpeed's missed the least largest stage in 4.5 % of random cases, by up to 1.2 times."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(100):

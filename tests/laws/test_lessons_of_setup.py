@@ -32,7 +32,7 @@ def two_grids() -> Any:
     return [int(x) for x in sums]
 
 
-def test_11_a_grid_is_an_argument_and_never_another_ones(ranks: Any) -> None:
+def test_11_two_grids_of_one_program_have_separate_groups(ranks: Any) -> None:
     """In Megatron-LM a global group could be another grid's, and nothing raised."""
     found = ranks(4, two_grids)
     assert found == [[1 + 4, 1 + 2, 15], [2 + 8, 1 + 2, 15], [1 + 4, 4 + 8, 15], [2 + 8, 4 + 8, 15]]

@@ -1,4 +1,4 @@
-"""Public names and modules at their older places: they are found there, and a warning says where they are now."""
+"""Public names and modules at their older places: they are still found, and a warning names the new place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOVED_MODULES = {
 }
 
 
-def test_the_tables_of_moved_places_are_those_written_here() -> None:
+def test_moved_names_and_modules_are_the_expected_ones() -> None:
     assert {older: f"{home}.{older.rpartition('.')[2]}" for older, home in NAMES.items()} == MOVED_NAMES
     assert MODULES == MOVED_MODULES
 
@@ -68,5 +68,5 @@ assert line_chart is triax.engine.monitor.report.svg.line_chart and methods is t
 """
 
 
-def test_a_moved_module_is_the_same_under_both_names() -> None:
+def test_a_moved_module_is_one_object_under_both_names() -> None:
     subprocess.run([sys.executable, "-c", OLDER_MODULES], check=True)

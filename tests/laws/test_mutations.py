@@ -90,7 +90,7 @@ def run(schedules: list[str], folder: str) -> list[dict[str, Tensor]]:
     return found
 
 
-def check(ranks: Any, count: int, seed: int, tmp_path: Any) -> None:
+def require_accepted_mutants_are_right(ranks: Any, count: int, seed: int, tmp_path: Any) -> None:
     model = module(Grid(), 1)
     terms = [summed_loss(model(x), y) for x, y in data()]
     (torch.stack([t for t, _ in terms]).sum() / sum(w for _, w in terms)).backward()
@@ -108,10 +108,10 @@ def check(ranks: Any, count: int, seed: int, tmp_path: Any) -> None:
 
 
 def test_mutated_schedules_that_verify_accepts_run(ranks: Any, tmp_path: Any) -> None:
-    check(ranks, 60, 0, tmp_path)
+    require_accepted_mutants_are_right(ranks, 60, 0, tmp_path)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(1, 11))
 def test_many_accepted_mutants_run(ranks: Any, tmp_path: Any, seed: int) -> None:
-    check(ranks, 100, seed, tmp_path)
+    require_accepted_mutants_are_right(ranks, 100, seed, tmp_path)

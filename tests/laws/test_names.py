@@ -129,7 +129,7 @@ def test_each_law_of_names_complains_of_offenders_only(
     assert list(law(tmp_path)) == ([complaint] if complaint else [])
 
 
-def test_a_tests_name_is_a_short_sentence_that_stands_once() -> None:
+def test_names_of_tests_are_unique_and_have_3_words() -> None:
     """Plain English of at least three words; what the name does not say, the docstring does."""
     names = Counter(
         name

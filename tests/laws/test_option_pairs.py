@@ -17,7 +17,7 @@ LEFT_OUT = {"batch", "lr_scheduler", "schedule", "checkpoint", "monitor", "tunin
 LEFT_OUT |= {"fault_tolerance"}  # replicas in processes of their own: docs/faults.md
 
 
-def test_the_page_has_every_option() -> None:
+def test_the_page_of_option_pairs_has_every_option() -> None:
     tried = {keyword for feature in FEATURES for keyword in feature.options}
     assert tried | LEFT_OUT == {each.name for each in fields(EngineOptions)} and not tried & LEFT_OUT
     page = PAGE.read_text()
@@ -43,7 +43,7 @@ def test_the_page_has_every_option() -> None:
         ('reduction=GradientReduction(dtype="bf16")', 'compression=GradientCompression("powersgd")'),
     ],
 )
-def test_a_pair_does_what_the_page_says(names: tuple[str, str]) -> None:
+def test_option_pairs_train_or_are_refused_as_the_page_says(names: tuple[str, str]) -> None:
     (pair,) = (pair for pair in option_pairs.pairs() if (pair[0].name, pair[1].name) == names)
     rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
     refused = names in {(a, b) for a, b, _ in rows}
@@ -52,7 +52,7 @@ def test_a_pair_does_what_the_page_says(names: tuple[str, str]) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_page_is_what_the_command_writes() -> None:
+def test_the_page_of_option_pairs_is_what_its_command_writes() -> None:
     rows = list(option_pairs.alone())
     found = [(a, b, option_pairs.together((a, b))) for a, b in option_pairs.pairs()]
     assert option_pairs.page(rows, found) == PAGE.read_text()

@@ -76,7 +76,7 @@ def unpacked(wheel: Path) -> Path:
 # ------------------------------------------------------------------------------------------- the wheel
 
 
-def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
+def test_wheel_has_only_the_files_of_the_library(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     info = f"triax-{triax.__version__}.dist-info"
     ours = {name for name in names if not name.startswith(f"{info}/")}
@@ -94,7 +94,7 @@ def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
 
 
 def test_the_wheel_writes_recipes_and_projects(unpacked: Path, tmp_path: Path) -> None:
-    """It names its pages too: without a checkout, the packages of this environment and the unpacked wheel."""
+    """It runs from the unpacked wheel, without a checkout; the help names pages of docs that the wheel has."""
     for words in (("recipe", "llama3-8b-8gpus"), ("new", "first")):
         done = run(sys.executable, "-m", "triax.cli.main", *words, cwd=tmp_path, PYTHONPATH=str(unpacked))
         assert done.returncode == 0, done.stderr
@@ -108,7 +108,7 @@ def test_the_wheel_writes_recipes_and_projects(unpacked: Path, tmp_path: Path) -
     )
 
 
-def test_wheel_says_what_it_needs(unpacked: Path) -> None:
+def test_wheel_metadata_lists_its_requirements(unpacked: Path) -> None:
     (info,) = unpacked.glob("*.dist-info")
     metadata = message_from_string((info / "METADATA").read_text())
     needs = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
@@ -118,7 +118,7 @@ def test_wheel_says_what_it_needs(unpacked: Path) -> None:
     assert "triax = triax.cli.main:main" in (info / "entry_points.txt").read_text()
 
 
-def test_what_an_error_says_to_install_is_there(unpacked: Path, tmp_path: Path) -> None:
+def test_pip_accepts_the_install_advice_of_errors(unpacked: Path, tmp_path: Path) -> None:
     """pip takes the advice, of a checkout and of a wheel, from any folder, and every extra that is named exists."""
     advice = re.compile(r"to_install\(['\"]([a-z]+)['\"]\)")
     texts = {file: (ROOT / file).read_text() for file in library(ROOT)}
@@ -155,7 +155,7 @@ def bare(unpacked: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return run(sys.executable, "-S", *command, cwd=unpacked, PYTHONPATH=str(unpacked))
 
 
-def test_bare_python_has_no_torch(unpacked: Path) -> None:
+def test_bare_python_cannot_import_torch(unpacked: Path) -> None:
     assert "No module named 'torch'" in bare(unpacked, "-c", "import torch").stderr
     assert "No module named" in bare(unpacked, "-c", "import triax; triax.Grid").stderr
 
@@ -193,7 +193,7 @@ def test_the_command_prints_the_version_of_the_package() -> None:
     assert (result.exit_code, result.output) == (0, f"triax {triax.__version__}\n")
 
 
-def test_the_package_takes_nothing_in_until_a_name_is_used(tmp_path: Path) -> None:
+def test_importing_triax_imports_neither_torch_nor_the_library(tmp_path: Path) -> None:
     script = "import sys, triax; print(*sorted(name for name in sys.modules if name.startswith(('triax', 'torch'))))"
     done = run(sys.executable, "-c", script, cwd=tmp_path)
     assert done.stdout.split() == ["triax", "triax.base", "triax.base.lazy", "triax.base.moved"], done.stderr
@@ -207,7 +207,7 @@ def test_the_commands_help_imports_no_library_of_a_command(tmp_path: Path) -> No
     assert "triax.cli.plan" in done.stdout.split() and not heavy & set(done.stdout.split()), done.stderr
 
 
-def test_the_package_opens_to_every_name() -> None:
+def test_every_name_in_all_is_an_attribute_of_triax() -> None:
     for name in triax.__all__:
         value = getattr(triax, name)
         assert value is getattr(triax, name)
@@ -217,7 +217,7 @@ def test_the_package_opens_to_every_name() -> None:
 
 
 @pytest.mark.parametrize("stub", STUBS, ids=lambda stub: str(stub.relative_to(ROOT)))
-def test_no_public_name_is_a_files(stub: Path) -> None:
+def test_no_public_name_is_the_name_of_a_file(stub: Path) -> None:
     """Importing ``zero/x.py`` sets the attribute ``x`` of the package, in place of a public function of that name."""
     names = {line.split()[-1] for line in stub.read_text().splitlines() if line.startswith("from ")}
     modules = {line.split()[-1] for line in stub.read_text().splitlines() if line.startswith("from . ")}
@@ -225,7 +225,7 @@ def test_no_public_name_is_a_files(stub: Path) -> None:
     assert not (names - modules) & files
 
 
-def test_the_package_names_what_it_has_when_asked_for_more() -> None:
+def test_a_wrong_attribute_of_triax_gets_a_suggestion() -> None:
     with pytest.raises(AttributeError, match=r"'triax' has no attribute 'Gird'; did you mean 'Grid'\?"):
         triax.Gird  # type: ignore[attr-defined]  # noqa: B018
 
@@ -330,7 +330,7 @@ def test_make_installs_when_the_environment_is_missing_or_stale(clone: Path, job
         os.utime(clone / ".venv" / "installed", (later + 1, later + 1))
 
 
-def test_an_install_that_failed_is_not_taken_for_done(clone: Path) -> None:
+def test_make_repeats_an_install_that_failed(clone: Path) -> None:
     fake = (clone / "fake-python").read_text()
     (clone / "fake-python").write_text(fake + 'case "$*" in *"pip install"*) exit 1 ;; esac\n')
     assert make(clone, "test").returncode != 0
@@ -367,20 +367,20 @@ def test_make_takes_the_newest_python_that_runs(clone: Path, there: dict[str, in
     assert taken or "make PYTHON=/path/to/python3" in done.stderr
 
 
-def test_options_reach_the_command(clone: Path) -> None:
+def test_make_passes_args_to_the_command(clone: Path) -> None:
     make(clone, "train", "ARGS=--steps 3")
     assert asked(clone)[-1] == "examples/gpt_3d.py --pipe 2 --data 2 --tensor 2 --steps 3"
     make(clone, "test", "ARGS=-k pool")
     assert asked(clone)[-1].endswith("-m pytest -n 2 --dist worksteal -k pool")
 
 
-def test_every_target_is_explained(clone: Path) -> None:
+def test_make_lists_every_target(clone: Path) -> None:
     listed = re.findall(r"^make (\S+)", make(clone).stdout, re.MULTILINE)
     tests = ["check", "test", "test-all", "test-versions", "test-device", "fuzz"]
     assert listed == ["help", "install", "train", *tests, "docs", "look", "release-check", "wheel", "lint"]
 
 
-def test_the_release_check_runs_everything(clone: Path) -> None:
+def test_the_release_check_runs_every_step_in_order(clone: Path) -> None:
     make(clone, "install")
     asked(clone)
     planned = make(clone, "-n", "release-check").stdout
@@ -397,7 +397,7 @@ def test_the_release_check_runs_everything(clone: Path) -> None:
     assert "3600 / 4" in planned
 
 
-def test_the_version_is_the_same_everywhere() -> None:
+def test_all_files_state_one_version() -> None:
     assert set(versions().values()) == {triax.__version__}
 
 
@@ -432,7 +432,7 @@ def test_issue_templates_are_forms(file: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_ci_ends_with_the_tests_own_line_and_status(clone: Path, status: int) -> None:
+def test_ci_ends_with_the_last_line_and_status_of_pytest(clone: Path, status: int) -> None:
     make(clone, "install")
     done = run(clone / ".ci" / "run", cwd=clone.parent, FAKE_STATUS=str(status))
     assert (done.returncode == 0) == (status == 0)
@@ -449,7 +449,7 @@ def test_ci_ends_with_the_tests_own_line_and_status(clone: Path, status: int) ->
         (("test_it.py::test_sweep",), "1 passed"),
     ],
 )
-def test_sweeps_run_when_asked_for(tmp_path: Path, words: tuple[str, ...], outcome: str) -> None:
+def test_exhaustive_tests_run_only_when_selected(tmp_path: Path, words: tuple[str, ...], outcome: str) -> None:
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    exhaustive\n")
     (tmp_path / "test_it.py").write_text(
@@ -470,7 +470,7 @@ LOOKED_FOR = (
 )
 
 
-def test_no_folder_is_taken_for_another_package() -> None:
+def test_no_folder_has_the_name_of_another_package() -> None:
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
     # A script's folder comes first where Python looks for modules. Python 3.14 has `compression`.
     scripts = {path.stem for folder in ("examples", "benchmarks") for path in (ROOT / folder).glob("*.py")}

@@ -1,4 +1,4 @@
-"""docs/proved.md has whole rows of cells, and of most methods every type of model; a check finds what it says."""
+"""docs/proved.md has whole rows of cells, and each cell says what `triax check` finds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cells_of(page: str) -> dict[tuple[str, str, str], str]:
     return found
 
 
-def test_no_cell_is_missing() -> None:
+def test_the_page_has_every_cell_of_its_tables() -> None:
     page = proved.PAGE.read_text()
     found = cells_of(page)
     kept = proved.written()
@@ -45,7 +45,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("kind", "method"), KINDS)
-def test_the_page_says_what_a_check_finds(kind: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_cell_of_the_page_is_what_a_check_finds(kind: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
     page = proved.PAGE.read_text()
     if (method, kind, "pipe") not in cells_of(page):

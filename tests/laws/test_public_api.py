@@ -183,7 +183,7 @@ def difference(listed: str, found: str) -> str:
     )
 
 
-def test_public_api_is_the_list() -> None:
+def test_the_public_api_equals_the_written_list() -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     told = difference(LISTED.read_text(encoding="utf-8"), current())

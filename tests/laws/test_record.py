@@ -1,4 +1,4 @@
-"""Test of the program that compares the bits of two states of the library."""
+"""The program that compares the bits of two states of the library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from laws.record import case_digests, cases, compare, five
 
 
-def test_the_record_finds_other_bits_and_no_others(ranks: Any) -> None:
+def test_the_record_reports_only_bits_that_differ(ranks: Any) -> None:
     runs = dict(cases())
     assert len(runs) + len(dict(five())) == 75
     case = runs["pipeline [1, 2, 1] stage 2"]

@@ -1,4 +1,4 @@
-"""Names and commands of triax in messages, docstrings, comments and pages: each exists."""
+"""Names and commands of triax in messages, docstrings, comments and pages exist."""
 
 from __future__ import annotations
 

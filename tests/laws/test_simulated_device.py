@@ -1,4 +1,4 @@
-"""The laws of the numbers on an accelerator with NCCL's rules, which tests/support/simulated_*.py simulate."""
+"""The laws of the numbers on a simulated accelerator with NCCL's rules (tests/support/simulated_*.py)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ MORE_CELLS = [
 @pytest.mark.parametrize(
     ("count", "some"), [(2, CELLS), (4, CELLS), pytest.param(2, MORE_CELLS, marks=pytest.mark.exhaustive)]
 )
-def test_five_axes_on_the_device_are_one_process(ranks: Any, count: int, some: list[Cell]) -> None:
+def test_five_axes_on_the_simulated_device_equal_one_process(ranks: Any, count: int, some: list[Cell]) -> None:
     cells = [cell for cell in some if cell[1].ranks == count]
     everyone = ranks(count, on_device, cells, init_group=False, new_processes=True, timeout=200)
     lines = [
@@ -162,7 +162,7 @@ def waits_of_steps(stage: Literal[0, 1, 2, 3]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1, 2)), 3])
-def test_the_host_waits_once_a_step(ranks: Any, stage: int) -> None:
+def test_the_host_waits_for_the_device_once_per_step(ranks: Any, stage: int) -> None:
     for found in ranks(2, waits_of_steps, stage, init_group=False, new_processes=True, timeout=200):
         for kind, waits in found.items():
             reasons = ALWAYS | {"experts": EXPERTS, "module": MODULE, "pinned": MODULE}.get(kind, {})
@@ -225,7 +225,7 @@ def waits_of_options(combinations: Sequence[Combination]) -> list[tuple[Counter[
         *(pytest.param(EVERY[n::16], id=f"all {n}", marks=pytest.mark.exhaustive) for n in range(16)),
     ],
 )
-def test_the_host_waits_where_the_page_says(ranks: Any, some: list[Combination]) -> None:
+def test_the_host_waits_only_in_files_that_the_docs_list(ranks: Any, some: list[Combination]) -> None:
     _, _, section = (ROOT / "docs" / "device.md").read_text().partition("## Where the host waits")
     files = set(re.findall(r"`([\w/]+\.py)`", section.partition("\n## ")[0]))
     files.add("pipe/recompute/kept_matmuls.py")  # its dispatch mode runs the operations of others, as a gather's copy

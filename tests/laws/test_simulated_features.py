@@ -1,4 +1,4 @@
-"""What engines offer beside a plain step, on the simulated accelerator: the numbers of the CPU, and no fault."""
+"""Features of engines on the simulated accelerator: they have the numbers of the CPU, and no fault."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def found_on(device: str, folder: str) -> tuple[dict[str, Found], dict[str, list
         return found, faults
 
 
-def test_features_on_the_device_are_those_on_the_cpu(ranks: Any, tmp_path: Path) -> None:
+def test_features_on_the_simulated_device_equal_the_cpu(ranks: Any, tmp_path: Path) -> None:
     both = [
         ranks(2, found_on, device, str(tmp_path), init_group=False, new_processes=True, timeout=200)
         for device in ("cpu", "sim")

@@ -27,7 +27,7 @@ SIDE = int(LARGE**0.5)  # a square weight that has a bucket of its own
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("numel", [0, 1, 1023, 1024, 200_001])
-def test_the_norm_is_that_of_float64(dtype: torch.dtype, numel: int) -> None:
+def test_the_squared_norm_is_summed_in_float64(dtype: torch.dtype, numel: int) -> None:
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
     wanted = flat.double().square().sum()
     assert square(flat).dtype == torch.float64
@@ -35,7 +35,7 @@ def test_the_norm_is_that_of_float64(dtype: torch.dtype, numel: int) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-25, 1e-12, 1e15, 1e19, 1e30])
-def test_the_norm_of_gradients_whose_squares_fp32_cannot_hold(scale: float) -> None:
+def test_the_norm_is_right_where_squares_overflow_fp32(scale: float) -> None:
     flat = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * scale
     torch.testing.assert_close(square(flat), flat.double().square().sum(), rtol=FP32, atol=0)
     mixed = torch.cat([flat, torch.ones(3000)])
@@ -43,14 +43,14 @@ def test_the_norm_of_gradients_whose_squares_fp32_cannot_hold(scale: float) -> N
 
 
 @pytest.mark.parametrize("wrong", [torch.inf, -torch.inf, torch.nan])
-def test_the_norm_of_what_is_not_finite(wrong: float) -> None:
+def test_the_norm_of_nan_or_infinity_is_not_finite(wrong: float) -> None:
     for at in (0, 1500, 2999):
         flat = torch.zeros(3000)
         flat[at] = wrong
         assert not square(flat).isfinite()
 
 
-def test_clipping_by_a_number_is_that_by_a_tensor() -> None:
+def test_clipping_by_a_number_equals_clipping_by_a_tensor() -> None:
     for norm in (0.0, 1e-9, 0.5, 1.0, 3.0, 1e30, torch.inf):
         wanted = clip_coefficient(torch.tensor(norm, dtype=torch.float64), 0.7).item()
         assert clip_factor(norm, 0.7) == pytest.approx(wanted, rel=1e-15, abs=0)
@@ -119,7 +119,7 @@ def made_of(stage: int, passes: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_memory_that_others_read_is_left_alone(ranks: Any, size: int, passes: int) -> None:
+def test_gradients_that_share_memory_are_reduced_right(ranks: Any, size: int, passes: int) -> None:
     wanted = wanted_of(size, passes)
     for stage in range(4):
         for found in ranks(size, made_of, stage, passes):
@@ -151,7 +151,7 @@ def test_a_gradient_that_fills_its_bucket_is_not_copied() -> None:
         assert engine.global_steps == step + 1
 
 
-def test_gradients_can_be_asked_for_before_there_are_any() -> None:
+def test_gather_returns_zero_gradients_before_a_backward_pass() -> None:
     model = PipelineModule([nn.Linear(SIDE, SIDE)], grid=Grid(), loss_fn=nn.MSELoss())
     config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     engine, *_ = triax.initialize(model=model, config=config)
@@ -163,7 +163,7 @@ def test_gradients_can_be_asked_for_before_there_are_any() -> None:
     assert all(not gradient.any() for gradient in plain.gather("gradients").values())
 
 
-def test_a_step_without_a_gradient_where_there_was_one() -> None:
+def test_an_unused_parameter_gets_a_gradient_of_zero() -> None:
     """A parameter that a step did not use keeps its value, with a gradient of zero and not that of the last step."""
     model = [nn.Linear(SIDE, SIDE) for _ in range(2)]
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
@@ -190,7 +190,7 @@ def trained(stage: int, **config: Any) -> Any:
     return triax.initialize(model=model.double(), config={**base, **config})[0]
 
 
-def test_a_norm_that_nothing_needs_is_there_when_asked_for() -> None:
+def test_the_gradient_norm_is_computed_when_it_is_read() -> None:
     torch.manual_seed(0)
     data = repeat((torch.randn(2, 5, dtype=torch.float64), torch.randn(2, 2, dtype=torch.float64)))
     lazy, eager = trained(0), trained(0, gradient_clipping=1e9)
@@ -217,7 +217,7 @@ def test_a_norm_that_nothing_needs_is_there_when_asked_for() -> None:
     assert last is not None and norms[2] > last > 0
 
 
-def test_a_loss_that_is_reduced_in_place_counts_as_it_was(tmp_path: Path) -> None:
+def test_a_loss_changed_after_backward_is_logged_unchanged(tmp_path: Path) -> None:
     """A script may call ``dist.all_reduce(loss)`` to print the mean, and the step still uses the original loss."""
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "csv_monitor": monitor}
@@ -232,8 +232,8 @@ def test_a_loss_that_is_reduced_in_place_counts_as_it_was(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_one_replica_shards_nothing(stage: int) -> None:
-    """Whatever the stage, it holds and does what stage 0 does; offload is another matter."""
+def test_every_stage_on_one_replica_equals_stage_0(stage: int) -> None:
+    """One replica holds the bytes and takes the steps of stage 0 in every stage, unless something is offloaded."""
     data = repeat((torch.ones(2, 5, dtype=torch.float64), torch.ones(2, 2, dtype=torch.float64)))
     engines = [trained(0), trained(stage)]
     for engine in engines:
@@ -253,7 +253,7 @@ def test_one_replica_shards_nothing(stage: int) -> None:
 # -------------------------------------------------------------------------------------------------------- the benchmark
 
 
-def test_the_benchmark_compares_and_prints() -> None:
+def test_the_engine_cost_benchmark_times_each_loop() -> None:
     script = BENCHMARKS / "engine_cost.py"
     small = {"inputs": 16, "outputs": 16, "batch": 2, "microbatches": 2, "rounds": 2, "steps": 1}
     args = [

@@ -1,4 +1,4 @@
-"""No result depends on memory that was never written: torch fills it with NaN, or with the largest integer, here.
+"""No result depends on memory that was never written: here torch fills it with NaN or the largest integer.
 
 ``torch.empty`` returns what was freed before. Mostly that is zeros or the values of the last step, so that a read of
 memory that no exchange has filled passes a test, and fails on another day.
@@ -56,7 +56,7 @@ def trained(folder: str) -> tuple[list[Found], list[Any]]:
     return found, digests
 
 
-def test_filled_memory_changes_no_number(ranks: Any, tmp_path: Path) -> None:
+def test_nan_in_unwritten_memory_changes_no_number(ranks: Any, tmp_path: Path) -> None:
     everyone = ranks(4, trained, str(tmp_path / "saved"), timeout=200)
     for number, cell in enumerate([*CELLS, OFFLOADED]):
         lines = differences([found[number] for found, _ in everyone], cell)

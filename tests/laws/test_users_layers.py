@@ -1,4 +1,4 @@
-"""Layers of users: what their code does on the way must give the numbers of plain PyTorch, on every schedule and stage.
+"""Layers of users have the numbers of plain PyTorch, on every schedule and stage.
 
 A program is a list of layers, drawn from ``LAYERS``, a grid, a schedule, a stage of ZeRO and recomputation. It takes
 two steps with an evaluation between them. ``plainly`` does the same by plain autograd: each replica is a model of its
@@ -658,27 +658,27 @@ def judge(ranks: Any, program: Program) -> list[str]:
     return differences(program, found)
 
 
-def all_of(ranks: Any, seeds: range) -> None:
+def require_equal_to_plain(ranks: Any, seeds: range) -> None:
     failed = {program: told for seed in seeds if (told := judge(ranks, program := drawn(seed)))}
     assert not failed
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_some_layers_of_users(ranks: Any) -> None:
-    all_of(ranks, range(len(LAYERS)))
+def test_layers_of_users_train_as_plain_pytorch(ranks: Any) -> None:
+    require_equal_to_plain(ranks, range(len(LAYERS)))
 
 
 @pytest.mark.parametrize("layer", ["ComplexProduct", "Spectrum"])
 @pytest.mark.parametrize(("schedule", "recompute"), [("zb-h1", "none"), ("gpipe", "offload"), ("zb-v", "matmul")])
-def test_complex_numbers_are_conjugated_once(ranks: Any, layer: str, schedule: str, recompute: str) -> None:
+def test_complex_layers_train_as_plain_pytorch(ranks: Any, layer: str, schedule: str, recompute: str) -> None:
     assert not judge(ranks, Program((layer,) * 4, 1, 1, schedule, 1, recompute, 8, seed=0))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_three_hundred_programs_of_users_layers(ranks: Any) -> None:
-    all_of(ranks, range(len(LAYERS), 300))
+def test_random_programs_of_layers_train_as_plain_pytorch(ranks: Any) -> None:
+    require_equal_to_plain(ranks, range(len(LAYERS), 300))
 
 
 def refused(kind: str) -> str:
@@ -712,7 +712,7 @@ def refused(kind: str) -> str:
         ("DTensor layer", "weight of layer 1 (Linear) is a DTensor"),
     ],
 )
-def test_weights_that_cannot_be_laid_out_are_named(ranks: Any, kind: str, words: str) -> None:
+def test_lazy_and_dtensor_weights_are_refused_by_name(ranks: Any, kind: str, words: str) -> None:
     assert all(words in text for text in ranks(2, refused, kind))
 
 
@@ -742,7 +742,7 @@ def fail_to_evaluate(model: PipelineModule, engine: Any) -> None:
 
 
 @pytest.mark.parametrize("use", [generate, stop_a_stream, fail_to_evaluate])
-def test_each_module_gets_its_own_mode_back(use: Callable[[PipelineModule, Any], None]) -> None:
+def test_evaluation_restores_the_mode_of_each_module(use: Callable[[PipelineModule, Any], None]) -> None:
     """What the user had put in evaluation mode was in training mode after an evaluation."""
     grid = Grid()
     model = PipelineModule(gpt_layers(GPTConfig(11, 8, 8, 2, 2)), grid=grid, loss_fn=GPTLoss(grid, vocab_size=11))
@@ -753,7 +753,7 @@ def test_each_module_gets_its_own_mode_back(use: Callable[[PipelineModule, Any],
     assert [module.training for module in model.modules()] == before and len({*before}) == 2
 
 
-def test_a_change_of_mode_is_undone_by_the_modules_own_method() -> None:
+def test_evaluating_restores_modes_by_the_modules_own_methods() -> None:
     parts = [Merged(2, 2), Merged(2, 2).eval()]
     with evaluating(nn.ModuleList(parts)):
         assert [(part.training, part.merged) for part in parts] == [(False, True)] * 2

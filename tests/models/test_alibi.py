@@ -38,7 +38,7 @@ def paper(q: Tensor, k: Tensor, v: Tensor, steep: list[float], documents: Tensor
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_with_alibi_is_the_papers_formula(
+def test_attention_with_alibi_equals_the_papers_formula(
     heads: int, kv_heads: int, documents: Tensor | None, window: int | None
 ) -> None:
     torch.manual_seed(3)
@@ -61,7 +61,7 @@ def test_attention_with_alibi_is_the_papers_formula(
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_alibi_slopes_are_those_of_the_paper() -> None:
+def test_alibi_slopes_equal_those_of_the_paper() -> None:
     """Those of the paper for 8 and 16 heads, and the authors' rule for other numbers."""
     assert slopes(8) == [2.0**-h for h in range(1, 9)]
     assert slopes(16) == [2.0 ** (-h / 2) for h in range(1, 17)]
@@ -96,7 +96,7 @@ CONFIGS = {
     ],
     ids=str,
 )
-def test_every_axis_has_the_numbers_of_one_process(ranks: Any, place: Place, packed: bool) -> None:
+def test_alibi_on_every_axis_equals_one_process(ranks: Any, place: Place, packed: bool) -> None:
     assert_equal_to_one_process(ranks, [(Job(config, packed=packed, scale=4.0), place) for config in CONFIGS.values()])
 
 

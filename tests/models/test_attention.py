@@ -102,7 +102,7 @@ def run_on_rank(size: int, cases: list[Case]) -> list[dict[str, Any]]:
     return found
 
 
-def check(ranks: Any, size: int, cases: list[Case]) -> None:
+def require_equal_to_plain(ranks: Any, size: int, cases: list[Case]) -> None:
     by_rank = ranks(size, run_on_rank, size, cases, timeout=120)
     for case, *found in zip(cases, *by_rank, strict=True):
         heads, kv_heads, sequence_parallel, packed = case
@@ -147,20 +147,20 @@ CASES: list[Case] = [
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_ratio_of_heads_kv_heads_and_ranks(ranks: Any, size: int) -> None:
-    check(ranks, size, CASES)
+def test_attention_equals_plain_torch_for_some_head_ratios(ranks: Any, size: int) -> None:
+    require_equal_to_plain(ranks, size, CASES)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", range(1, 9))
-def test_all_ratios_of_heads_kv_heads_and_ranks(ranks: Any, size: int) -> None:
+def test_attention_equals_plain_torch_for_all_head_ratios(ranks: Any, size: int) -> None:
     cases: list[Case] = [
         (heads, kv_heads, sequence_parallel and LENGTH % size == 0, packed)
         for heads in range(size, 13)
         for kv_heads in [None, *(n for n in range(1, heads + 1) if heads % n == 0)]
         for sequence_parallel, packed in itertools.product([True, False], repeat=2)
     ]
-    check(ranks, size, cases)
+    require_equal_to_plain(ranks, size, cases)
 
 
 def whole_kv_on_rank(size: int) -> list[Any]:
@@ -181,7 +181,7 @@ def test_a_rank_computes_only_the_keys_that_its_queries_look_at(ranks: Any) -> N
     assert [found[2][2:4] for found in by_rank] == [(1, 1), (2, 2), (1, 1), (2, 1)]
 
 
-def test_masks_with_grouped_queries_on_another_device() -> None:
+def test_attention_with_a_mask_works_on_the_meta_device() -> None:
     """Heads of k and v are repeated there; the meta device tells the shapes."""
     q, k = torch.empty(2, 6, 5, DIM, device="meta"), torch.empty(2, 3, 5, DIM, device="meta")
     mask = torch.empty(2, 1, 5, 5, device="meta")
@@ -191,7 +191,7 @@ def test_masks_with_grouped_queries_on_another_device() -> None:
 # ---------------------------------------------------------------------------------------------------- hooks
 
 
-def test_recompute_runs_the_core_in_its_place() -> None:
+def test_attention_calls_its_recompute_function_once() -> None:
     layer = made(Grid(), 4, 2)
     x, _ = inputs()
     wanted = layer(x, DOCUMENTS)
@@ -209,7 +209,7 @@ def test_recompute_runs_the_core_in_its_place() -> None:
     assert SelfAttention.recompute is None and SelfAttention.cache is None
 
 
-def test_a_cache_gives_positions_and_attends() -> None:
+def test_attention_uses_the_positions_and_keys_of_a_cache() -> None:
     layer = made(Grid(), 4, 2)
     x, _ = inputs()
     wanted = layer(x)
@@ -235,7 +235,7 @@ def test_a_cache_gives_positions_and_attends() -> None:
 # ------------------------------------------------------------------------------------------ packed documents
 
 
-def test_positions_start_anew_in_each_document() -> None:
+def test_positions_start_at_0_in_each_document() -> None:
     assert positions_within(DOCUMENTS).tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 0]]
     seen, places = visible(DOCUMENTS, DOCUMENTS)
     assert torch.equal(positions_within(DOCUMENTS), places)
@@ -252,7 +252,7 @@ def test_a_mask_is_built_once_for_a_microbatch() -> None:
     assert packing(documents, torch.float32).positions[0].tolist() == [0, 1, 2, 3, 0, 0, 1, 2]
 
 
-def test_packed_rows_in_inference_mode_and_after_it() -> None:
+def test_packed_rows_are_right_in_and_after_inference_mode() -> None:
     """Nothing that inference mode made is trained with, and its own tensors, which count no versions, keep nothing."""
     config = LlamaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12)
     module = PipelineModule(llama_layers(config), dtype=torch.float64, seed=1)
@@ -271,7 +271,7 @@ def test_packed_rows_in_inference_mode_and_after_it() -> None:
     torch.testing.assert_close(found, plain, **CLOSE)
 
 
-def test_texts_are_packed_without_a_gap() -> None:
+def test_pack_fills_rows_with_texts_without_gaps() -> None:
     texts = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9]]
     (ids, documents), labels = pack(texts, 4)
     assert ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 0, 0, 0]]
@@ -282,7 +282,7 @@ def test_texts_are_packed_without_a_gap() -> None:
         pack([], 4)
 
 
-def test_documents_that_number_no_tokens_are_refused() -> None:
+def test_wrong_document_numbers_are_refused() -> None:
     ids = torch.zeros(2, 3, dtype=torch.long)
     check_documents(ids, None)
     check_documents(ids, torch.tensor([[0, 0, 1], [5, 5, 5]]))
@@ -306,7 +306,7 @@ def test_documents_that_number_no_tokens_are_refused() -> None:
         (1e2, RopeScaling(factor=4.0, low_freq_factor=0.5, high_freq_factor=2.0, original_max_position_embeddings=50)),
     ],
 )
-def test_angles_are_transformers_to_the_bit(theta: float, scaling: RopeScaling | None) -> None:
+def test_rotary_angles_are_bitwise_those_of_transformers(theta: float, scaling: RopeScaling | None) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -335,7 +335,7 @@ def test_angles_are_transformers_to_the_bit(theta: float, scaling: RopeScaling |
 # --------------------------------------------------------------------------------------------------- errors
 
 
-def test_kv_heads_that_do_not_divide_the_heads() -> None:
+def test_kv_heads_that_do_not_divide_the_heads_are_refused() -> None:
     with pytest.raises(ValueError, match=r"kv_heads=4 does not divide heads=6. Give a divisor"):
         made(Grid(), 6, 4)
 
@@ -344,6 +344,6 @@ def refused_on_rank(size: int) -> str:
     return error_text(lambda: made(Grid(tensor=size), 3, None))
 
 
-def test_fewer_heads_than_ranks(ranks: Any) -> None:
+def test_attention_refuses_more_ranks_than_heads(ranks: Any) -> None:
     for message in ranks(4, refused_on_rank, 4):
         assert "but tensor=4 needs at least 4. Give tensor=3 at most" in message

@@ -32,7 +32,7 @@ _ON: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", CONFIGS.values())
-def test_every_field_has_its_meaning(kind: type[TransformerConfig]) -> None:
+def test_every_configuration_field_is_documented(kind: type[TransformerConfig]) -> None:
     for each in fields(kind):
         assert each.metadata["doc"] and f"    {each.name}: " in (kind.__doc__ or ""), each.name
 
@@ -59,13 +59,13 @@ def test_a_value_out_of_its_limits_is_refused(kind: Any, wrong: dict[str, Any], 
 
 
 @pytest.mark.parametrize(("one", "other", "why"), AnyDecoderConfig.EXCLUSIVE)
-def test_settings_that_exclude_each_other(one: str, other: str, why: str) -> None:
+def test_settings_that_exclude_each_other_are_refused(one: str, other: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as caught:
         DecoderConfig(**{name: _ON.get(name, True) for name in (one, other)})
     assert one in str(caught.value) and other in str(caught.value)
 
 
-def test_what_follows_from_other_fields_follows_their_changes() -> None:
+def test_derived_fields_follow_changes_of_other_fields() -> None:
     config = replace(GPTConfig.preset("gpt2"), hidden_size=1536, mlp_ratio=2)
     assert (config.intermediate_size, config.head_dim, config.num_key_value_heads) == (3072, 128, 12)
     assert config.rms_norm_eps == config.norm_epsilon == config.layer_norm_epsilon
@@ -73,7 +73,7 @@ def test_what_follows_from_other_fields_follows_their_changes() -> None:
         GPTConfig(rope_theta=1e6)  # type: ignore[call-arg]
 
 
-def test_the_layers_of_a_configuration() -> None:
+def test_layers_of_a_configuration_have_its_parameter_count() -> None:
     for kind in CONFIGS.values():
         small = next((name for name in kind.presets() if "tiny" in name), None)
         config = kind.preset(small) if small else kind(8, 8, 8, 2, 2)
@@ -82,7 +82,7 @@ def test_the_layers_of_a_configuration() -> None:
         assert sum(parameter.numel() for parameter in module.parameters()) == config.parameter_count
 
 
-def test_options_of_attention_by_keyword_and_as_an_object() -> None:
+def test_attention_takes_options_as_keywords_or_an_object() -> None:
     options = AttentionOptions(kv_heads=2, rope=Rope(4), qk_norm=1e-6, window=3, bias=True)
     common: dict[str, Any] = {"grid": Grid(), "init": Normal(0.4), "out_init": Normal(0.4)}
     x, found = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0)), []

@@ -25,7 +25,7 @@ LLAMA = LlamaConfig(VOCABULARY, 24, 16, 2, 4, intermediate_size=24, num_key_valu
 WINDOW = replace(LLAMA, sliding_window=5)
 
 
-def test_models_on_the_context_axis(ranks: Any) -> None:
+def test_models_on_the_context_axis_equal_one_process(ranks: Any) -> None:
     assert_equal_to_one_process(
         ranks,
         [
@@ -41,7 +41,7 @@ def test_models_on_the_context_axis(ranks: Any) -> None:
     )
 
 
-def test_the_weights_of_all_ranks_add_up_to_the_labels() -> None:
+def test_loss_weights_of_context_ranks_sum_to_the_label_count() -> None:
     labels = batch(Job(GPT, length=13), 0)[1]
     for count, of in ((GPTLoss, labels), (CausalLMLoss, labels[:, 1:])):
         parts = []
@@ -62,7 +62,7 @@ JOBS = [
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks_wanted", [2, 3, 4, 8])
-def test_every_grid_kind_and_job(ranks: Any, ranks_wanted: int) -> None:
+def test_every_grid_with_a_context_axis_equals_one_process(ranks: Any, ranks_wanted: int) -> None:
     cells = []
     for i, (grid, job, kind) in enumerate(product(GRIDS, JOBS, ("ring", "ulysses", "gather"))):
         if kind == "ulysses" and grid[2] == 3 and job.config is GPT:
@@ -119,7 +119,7 @@ def plain_module(context: int, data: int, stage: int, wrong: str = "") -> dict[s
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_module_of_the_users_own(ranks: Any) -> None:
+def test_a_users_module_on_the_context_axis_equals_one_process(ranks: Any) -> None:
     alone = plain_module(1, 1, 0)
     for context, data, stage in ((2, 1, 3), (2, 2, 1)):
         found = ranks(context * data, plain_module, context, data, stage)[0]
@@ -128,7 +128,7 @@ def test_a_module_of_the_users_own(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["mean", "plain"])
-def test_the_mean_over_a_part_is_refused(ranks: Any, wrong: str) -> None:
+def test_a_mean_loss_over_a_part_of_a_sequence_is_refused(ranks: Any, wrong: str) -> None:
     with pytest.raises(
         RankFailure, match=r"context=2.*call engine.backward\(\(sum of the losses, number of labels\)\)"
     ):

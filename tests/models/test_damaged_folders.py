@@ -147,7 +147,7 @@ EACH = pytest.mark.parametrize("nth", [6, pytest.param(1, marks=pytest.mark.exha
 @EACH
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
-def test_a_damaged_file_of_a_model_is_one_line(whole: Path, tmp_path: Path, capsys: Any, nth: int) -> None:
+def test_a_damaged_model_file_gives_an_error_of_one_line(whole: Path, tmp_path: Path, capsys: Any, nth: int) -> None:
     folder = tmp_path / "small"
     shutil.copytree(whole, folder)
     words = ("generate", str(folder), "--prompt", "abc", "--max-new-tokens", "1")
@@ -168,7 +168,7 @@ def test_a_damaged_file_of_a_model_is_one_line(whole: Path, tmp_path: Path, caps
 @EACH
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
-def test_a_damaged_file_of_a_tokenizer_is_one_line(tmp_path: Path, nth: int) -> None:
+def test_a_damaged_tokenizer_file_gives_an_error_of_one_line(tmp_path: Path, nth: int) -> None:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "_"}
     files = {"tokenizer.json": TOKENIZER, "tokenizer_config.json": settings}
     for name, content in files.items():
@@ -185,7 +185,7 @@ def test_a_damaged_file_of_a_tokenizer_is_one_line(tmp_path: Path, nth: int) -> 
         (tmp_path / name).write_bytes(right)
 
 
-def test_numbers_that_no_model_has(whole: Path, tmp_path: Path) -> None:
+def test_impossible_sizes_in_a_config_are_refused(whole: Path, tmp_path: Path) -> None:
     """A number of blocks from which names alone would fill the memory, before any weight is looked up."""
     folder = tmp_path / "small"
     shutil.copytree(whole, folder)
@@ -232,7 +232,7 @@ def test_the_layout_of_hugging_faces_cache_is_read(whole: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(?:[a-z]+)*!", "((a|b)+c?){2,}d", "(.*.*)*x"])
-def test_a_pattern_that_would_never_end_is_refused(tmp_path: Path, pattern: str) -> None:
+def test_a_tokenizer_pattern_of_exponential_time_is_refused(tmp_path: Path, pattern: str) -> None:
     content = changed(TOKENIZER, ("pre_tokenizer", "pattern", "Regex"), pattern)
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
@@ -241,7 +241,7 @@ def test_a_pattern_that_would_never_end_is_refused(tmp_path: Path, pattern: str)
             function(tmp_path / place)
 
 
-def test_a_call_that_does_not_end_is_given_up() -> None:
+def test_within_limit_ends_calls_that_take_too_long() -> None:
     with pytest.raises(ConfigError, match=r"small/tokenizer.json needs more than 0.05 s for a line of text"):
         within_limit(Path("small/tokenizer.json"), Event().wait, 0.05)
     with pytest.raises(ConfigError, match=r"small fails on a text: .*division"):

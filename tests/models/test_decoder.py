@@ -1,4 +1,4 @@
-"""One block for all decoders: settings of several families in one model, which no family of Hugging Face's has."""
+"""The one block of all decoders: settings of several families in one model, which no published family has."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ MORE_CELLS = [(JOBS[3], EXPERT), *((job, CONTEXT) for job in JOBS[1:3]), *((job,
 
 
 @pytest.mark.parametrize("cells", [CELLS, pytest.param(MORE_CELLS, marks=pytest.mark.exhaustive)], ids=len)
-def test_mixed_settings_equal_one_process(ranks: Any, cells: list[tuple[Job, Place]]) -> None:
+def test_decoders_of_mixed_settings_equal_one_process(ranks: Any, cells: list[tuple[Job, Place]]) -> None:
     assert_equal_to_one_process(ranks, cells)
 
 
 @pytest.mark.parametrize("shared_norm", [False, True])
 @pytest.mark.parametrize("branch", ["attention", "mlp"])
-def test_a_parallel_block_with_one_branch_adds_it(branch: str, shared_norm: bool) -> None:
+def test_a_parallel_block_with_one_branch_adds_its_output(branch: str, shared_norm: bool) -> None:
     """The output and all gradients are those of x + branch(norm(x))."""
     config = LlamaConfig(**_SIZES, intermediate_size=24)
     block = ResidualBlock(
@@ -86,7 +86,7 @@ def test_a_parallel_block_with_one_branch_adds_it(branch: str, shared_norm: bool
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_a_configuration_is_made_again_from_text_and_fields() -> None:
+def test_configurations_are_rebuilt_from_their_repr_and_fields() -> None:
     scope = {cls.__name__: cls for cls in (*CONFIGS.values(), triax.models.RopeScaling, triax.models.YarnScaling)}
     presets = [cls.preset(name) for cls in CONFIGS.values() for name in cls.PRESETS]
     for config in [*MODELS.values(), *presets]:

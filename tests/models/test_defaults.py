@@ -186,7 +186,7 @@ def result(config: dict[str, Any], ours: bool) -> Any:
 def test_a_key_that_is_missing_has_the_value_of_transformers_class(family: str) -> None:
     """Each key in turn; in the form of Transformers 5, and with the rotary positions as Transformers 4 wrote them."""
     full = whole(family)
-    assert not isinstance(result(full, True), str), result(full, True)
+    assert not isinstance(result(full, ours=True), str), result(full, ours=True)
     old = {key: value for key, value in full.items() if key != "rope_parameters"} | {"rope_theta": 7e3}
     if family == "gpt_neox":
         old |= {"rotary_emb_base": 6e3, "rotary_pct": 0.5}
@@ -196,7 +196,7 @@ def test_a_key_that_is_missing_has_the_value_of_transformers_class(family: str) 
             if key == "model_type":
                 continue
             left = {name: value for name, value in form.items() if name != key}
-            found, right = result(left, True), result(left, False)
+            found, right = result(left, ours=True), result(left, ours=False)
             if isinstance(found, str):
                 experts = {"num_local_experts": "num_experts"}
                 assert found.startswith("model/config.json: ") and len(found) < 400 and "\n" not in found
@@ -212,7 +212,7 @@ LLAMA3 |= {"low_freq_factor": 1.5, "high_freq_factor": 3.0}
 
 
 @pytest.mark.parametrize("rope", [YARN, LLAMA3, {"rope_type": "linear", "rope_theta": 7e3, "factor": 2.0}], ids=str)
-def test_a_missing_key_of_scaled_positions(rope: dict[str, Any]) -> None:
+def test_a_missing_rope_key_has_transformers_value_or_an_error(rope: dict[str, Any]) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     from triax.models.rope import Rope
@@ -220,7 +220,7 @@ def test_a_missing_key_of_scaled_positions(rope: dict[str, Any]) -> None:
     for key in (None, *rope):
         left = {name: value for name, value in rope.items() if name != key}
         config = whole("llama") | {"rope_parameters": left}
-        found = result(config, True)
+        found = result(config, ours=True)
         if isinstance(found, str):
             assert f"there is no {key} for rope_type" in found
             continue
@@ -246,7 +246,7 @@ def test_a_size_that_is_missing_is_named_with_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "phi", "falcon", "opt", "olmoe", "gpt2"])
-def test_a_width_of_heads_that_a_family_does_not_have_is_refused(family: str) -> None:
+def test_an_unsupported_head_dim_of_a_family_is_refused(family: str) -> None:
     config = whole(family)
     assert from_hf(config | {"head_dim": 16}) == from_hf(config)  # hidden_size / num_attention_heads
     with pytest.raises(ValueError, match="head_dim=8 is not implemented"):
@@ -278,7 +278,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 @pytest.mark.parametrize(
     "family", [name for name in KNOWN if "linear" in FAMILIES[name].scalings and FAMILIES[name].rope]
 )
-def test_old_and_new_keys_of_rotary_positions_together(family: str) -> None:
+def test_rope_scaling_wins_over_rope_parameters_as_in_transformers(family: str) -> None:
     """transformers takes rope_scaling where both are there; triax took rope_parameters."""
     plain = {"rope_type": "default", "rope_theta": 5e3}
     nested = "rope_local_base_freq" in FAMILIES[family].rope
@@ -303,13 +303,13 @@ def test_rotary_options_that_transformers_ignores_are_refused() -> None:
 
 
 @pytest.mark.parametrize("family", [name for name in KNOWN if FAMILIES[name].aliases])
-def test_other_names_of_keys(family: str) -> None:
+def test_aliases_of_config_keys_are_read_as_in_transformers(family: str) -> None:
     """transformers' ``attribute_map``: a key has two names, of which published files have either."""
     full = whole(family)
     for name, key in FAMILIES[family].aliases.items():
         renamed = {name if each == key else each: value for each, value in full.items()}
         assert from_hf(renamed) == from_hf(full) == from_hf(content(class_of(family).from_dict(renamed)))
         both = full | {name: {"n_layer": 2, "num_layers": 2}.get(key, 32)}
-        found, theirs = result(both, True), result(both, False)
+        found, theirs = result(both, ours=True), result(both, ours=False)
         if not isinstance(found, str) and not isinstance(theirs, str):  # else 32 heads of one channel
             assert found == theirs, name

@@ -80,7 +80,7 @@ def wanted(case: str) -> dict[str, Any]:
     return {"logits": logits.detach(), "loss": loss.item(), "gradients": gradients}
 
 
-def compare(found: dict[str, Any], right: dict[str, Any], what: str) -> None:
+def require_equal(found: dict[str, Any], right: dict[str, Any], what: str) -> None:
     torch.testing.assert_close(found["logits"], right["logits"], rtol=1e-10, atol=1e-10, msg=f"{what}: {{}}".format)
     assert found["loss"] == pytest.approx(right["loss"], rel=1e-10), what
     assert found["gradients"].keys() == right["gradients"].keys(), what
@@ -188,14 +188,16 @@ def generated(cases: list[str], sizes: Sizes, folder: str, prompts: list[list[in
 PIPE_AND_TENSOR = (2, 1, 2)
 
 
-def check_loaded(ranks: Any, folder: Path, cases: list[str], sizes: Sizes, sequence_parallel: bool = False) -> None:
+def require_loaded_equal_transformers(
+    ranks: Any, folder: Path, cases: list[str], sizes: Sizes, sequence_parallel: bool = False
+) -> None:
     for case in cases:
         make(case).save_pretrained(folder / case / "model")
     right = {case: wanted(case) for case in cases}
     count = math.prod(sizes)
     for rank in ranks(count, loaded, cases, sizes, str(folder), sequence_parallel, timeout=300):
         for case, found in zip(cases, rank, strict=True):
-            compare(found, right[case], case)
+            require_equal(found, right[case], case)
     for case in cases:
         same_as(folder / case / "saved", case)
 
@@ -211,21 +213,21 @@ def same_as(folder: Path, case: str) -> None:
         torch.testing.assert_close(model.eval()(input_ids=ids).logits, right.eval()(input_ids=ids).logits)
 
 
-def check_piped(ranks: Any, folder: Path, cases: list[str], pipe: int, tensor: int) -> None:
+def require_piped_equal_transformers(ranks: Any, folder: Path, cases: list[str], pipe: int, tensor: int) -> None:
     run = ranks(pipe * tensor, piped, cases, str(folder), pipe, tensor, timeout=300)
     for case, found in zip(cases, run[-1], strict=True):
-        compare(found, wanted(case), f"{case}, hf_layers")
+        require_equal(found, wanted(case), f"{case}, hf_layers")
         same_as(folder / case / "piped", case)
 
 
-def check_parallelized(ranks: Any, cases: list[str]) -> None:
+def require_parallelized_equal_transformers(ranks: Any, cases: list[str]) -> None:
     right = {case: wanted(case) for case in cases}
     for rank in ranks(2, parallelized, cases, timeout=300):
         for case, found in zip(cases, rank, strict=True):
-            compare(found, right[case], f"{case}, parallelize")
+            require_equal(found, right[case], f"{case}, parallelize")
 
 
-def check_generated(run: Any, folder: Path, cases: list[str], sizes: Sizes) -> None:
+def require_generated_equal_transformers(run: Any, folder: Path, cases: list[str], sizes: Sizes) -> None:
     prompts = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3]]
     for case in cases:
         make(case).save_pretrained(folder / case / "model")
@@ -242,35 +244,35 @@ REPRESENTATIVE += ["granite", "cohere2", "stablelm-norms", "opt-350m", "bloom", 
 
 
 def test_representative_families_load_as_in_transformers(ranks: Any, tmp_path: Path) -> None:
-    check_loaded(ranks, tmp_path, REPRESENTATIVE, PIPE_AND_TENSOR)
+    require_loaded_equal_transformers(ranks, tmp_path, REPRESENTATIVE, PIPE_AND_TENSOR)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 1, 2), PIPE_AND_TENSOR], ids=str)
 def test_every_family_loads_and_saves_as_transformers(ranks: Any, tmp_path: Path, sizes: Sizes) -> None:
-    check_loaded(ranks, tmp_path, list(CASES), sizes)
+    require_loaded_equal_transformers(ranks, tmp_path, list(CASES), sizes)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_every_family_runs_with_sequence_parallelism(ranks: Any, tmp_path: Path) -> None:
-    check_loaded(ranks, tmp_path, list(CASES), (1, 1, 2), sequence_parallel=True)
+    require_loaded_equal_transformers(ranks, tmp_path, list(CASES), (1, 1, 2), sequence_parallel=True)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("pipe", "tensor"), [(2, 1), (1, 2), (2, 2)])
-def test_their_blocks_on_stages_and_tensor_ranks(ranks: Any, tmp_path: Path, pipe: int, tensor: int) -> None:
+def test_hf_layers_of_every_family_train_as_transformers(ranks: Any, tmp_path: Path, pipe: int, tensor: int) -> None:
     unlisted = {*NOT_LISTED, *(NOT_SHARDED if tensor > 1 else ())}
-    check_piped(ranks, tmp_path, [case for case in DENSE if case not in unlisted], pipe, tensor)
+    require_piped_equal_transformers(ranks, tmp_path, [case for case in DENSE if case not in unlisted], pipe, tensor)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_their_model_on_two_tensor_ranks(ranks: Any) -> None:
+def test_parallelized_families_train_as_transformers(ranks: Any) -> None:
     planned = [case for case, (family, _) in DENSE.items() if FAMILIES[family].plan is not None]
-    check_parallelized(ranks, [case for case in planned if case not in NOT_SHARDED])
+    require_parallelized_equal_transformers(ranks, [case for case in planned if case not in NOT_SHARDED])
 
 
 @pytest.mark.parametrize("case", NOT_SHARDED)
@@ -280,7 +282,7 @@ def test_settings_that_a_plan_does_not_shard_are_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", NOT_LISTED)
-def test_settings_that_their_blocks_alone_do_not_run_are_refused(case: str) -> None:
+def test_settings_that_hf_layers_does_not_run_are_refused(case: str) -> None:
     with pytest.raises(ValueError, match=f"hf_layers does not implement {NOT_LISTED[case]}"):
         hf_layers(make(case))
 
@@ -292,8 +294,8 @@ def test_every_family_generates_as_transformers(ranks: Any, tmp_path: Path) -> N
         return ranks(4, generated, *args, timeout=300)[-1]
 
     cases = [case for case in CASES if case not in NOT_GENERATED]
-    check_generated(generated, tmp_path, cases, (1, 1, 1))
-    check_generated(on_four, tmp_path, cases, PIPE_AND_TENSOR)
+    require_generated_equal_transformers(generated, tmp_path, cases, (1, 1, 1))
+    require_generated_equal_transformers(on_four, tmp_path, cases, PIPE_AND_TENSOR)
 
 
 @pytest.mark.parametrize("case", NOT_GENERATED)
@@ -331,8 +333,8 @@ FIRST = {family: case for case, (family, _) in reversed(CASES.items())}  # one c
 @pytest.mark.parametrize(
     "cases", [["gpt2", "gemma", "nemotron_h"], pytest.param([*FIRST.values()], marks=pytest.mark.exhaustive)], ids=len
 )
-def test_an_output_layer_of_its_own_is_loaded(tmp_path: Path, cases: list[str]) -> None:
-    """As in transformers 5, which ties only what is one tensor, or equal; from the folder and from the live model."""
+def test_an_untied_output_layer_is_loaded_from_a_tied_config(tmp_path: Path, cases: list[str]) -> None:
+    """transformers 5 ties only weights that are one tensor or equal. The folder and the live model are loaded."""
     import transformers
 
     for case in cases:
@@ -369,8 +371,8 @@ def test_a_hybrid_without_attention_layers_is_loaded() -> None:
     torch.testing.assert_close(mine(ids), wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_the_language_model_of_a_multimodal_model(tmp_path: Path) -> None:
-    """From the folder, in the names that are published, and from the live model; it is saved as a model of text."""
+def test_the_text_part_of_a_multimodal_model_is_loaded(tmp_path: Path) -> None:
+    """It is loaded from the folder and from the live model, and saved as a model of text."""
     import transformers
 
     whole, text = wrapped()
@@ -451,10 +453,10 @@ def encoders_on(cases: list[str]) -> list[dict[str, Any]]:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
-def test_encoders_on_two_tensor_ranks(ranks: Any) -> None:
+def test_encoders_on_two_tensor_ranks_equal_the_whole_model(ranks: Any) -> None:
     for rank in ranks(2, encoders_on, list(ENCODERS), timeout=200):
         for case, found in zip(ENCODERS, rank, strict=True):
-            compare(found, encoded(case, None), case)
+            require_equal(found, encoded(case, grid=None), case)
 
 
 class _Attention(nn.Module):
@@ -478,10 +480,10 @@ def refused(sinks: bool) -> str:
     return str(error.value)
 
 
-def test_what_a_forward_would_not_survive_is_refused(ranks: Any) -> None:
-    for said in ranks(2, refused, True):
+def test_plans_that_leave_head_sized_tensors_whole_are_refused(ranks: Any) -> None:
+    for said in ranks(2, refused, sinks=True):
         assert "0.sinks has a number for each of 4 heads, which the plan shards with 0.q" in said
-    for said in ranks(2, refused, False):
+    for said in ranks(2, refused, sinks=False):
         assert "0.q_norm is a RMSNorm over all 8 outputs of 0.q, which the plan shards. Add '0.q_norm': OnAll" in said
 
 
@@ -517,7 +519,7 @@ def config_name(config: type[Any] | None) -> str:
     return "" if config is None else config.__name__
 
 
-def test_the_table_in_the_docs() -> None:
+def test_the_table_of_families_in_the_docs_is_right() -> None:
     """Every family is in a test of this file or of test_moe_models.py, and in the table."""
     checked = {family for family, _ in DENSE.values()} | {case.split("-")[0] for case in MIXTURES}
     checked -= {"qwen3_next"}  # a hybrid, whose states hf_layers does not pass over a context axis
@@ -528,7 +530,7 @@ def test_the_table_in_the_docs() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_configuration_of_a_family_survives_there_and_back(case: str) -> None:
+def test_family_configurations_survive_a_round_trip(case: str) -> None:
     config = from_hf(make(case).config.to_dict())
     assert from_hf(to_hf(config)) == config
 

@@ -107,7 +107,7 @@ WAYS = [by_load_hf, by_filling, by_hf_layers, by_parallelize]
     [by_export, *(pytest.param(way, marks=pytest.mark.exhaustive) for way in WAYS)],
     ids=lambda way: way.__name__,
 )
-def test_a_model_stops_where_it_stopped(way: Any, tmp_path: Path) -> None:
+def test_a_saved_model_stops_at_the_same_token(way: Any, tmp_path: Path) -> None:
     import transformers
 
     new, out = make(tmp_path / "model"), tmp_path / "saved"
@@ -127,7 +127,7 @@ def test_a_model_stops_where_it_stopped(way: Any, tmp_path: Path) -> None:
     assert f"{STOPS_AFTER} tokens in" in told.stderr
 
 
-def test_a_tokenizer_that_is_given(tmp_path: Path) -> None:
+def test_save_hf_writes_the_tokenizer_that_is_given(tmp_path: Path) -> None:
     """A tokenizer or its folder is given where the model's own folder is gone."""
     import transformers
 

@@ -96,10 +96,10 @@ CASES: list[Case] = [
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_gradient_is_that_of_one_process(ranks: Any, size: int) -> None:
+def test_gpt_gradients_equal_those_of_one_process(ranks: Any, size: int) -> None:
     by_rank = ranks(size, train_on_rank, size, CASES)
     for (config, smoothing, _, packed), *found in zip(CASES, *by_rank, strict=True):
-        alone = train_one(Grid(), config, smoothing, False, packed)
+        alone = train_one(Grid(), config, smoothing, sequence_parallel=False, packed=packed)
         for rank in found:
             torch.testing.assert_close(rank["loss"], alone["loss"], rtol=1e-10, atol=0)
             assert int(rank["weight"]) == int(alone["weight"]) == 3 * 12 - 5
@@ -114,11 +114,11 @@ def test_every_gradient_is_that_of_one_process(ranks: Any, size: int) -> None:
         logits = Layout((3, 12, 53), shard_dim=2).assemble([r["logits"] for r in found])
         torch.testing.assert_close(logits, alone["logits"], rtol=1e-10, atol=1e-12)
         if config.dropout:
-            without = train_one(Grid(), replace(config, dropout=0.0), smoothing, False, packed)
+            without = train_one(Grid(), replace(config, dropout=0.0), smoothing, sequence_parallel=False, packed=packed)
             assert abs(float(alone["loss"] - without["loss"])) > 1e-6  # something was dropped
 
 
-def test_a_packed_row_of_gpt_is_each_document_alone() -> None:
+def test_gpt_treats_packed_documents_separately() -> None:
     """Logits and gradients: 5 + 1 + 6 tokens in one row, and then each in a row of its own."""
     loss = GPTLoss(Grid(), CONFIG.vocab_size)
     ids, labels = batch(CONFIG, rows=1)
@@ -134,7 +134,7 @@ def test_a_packed_row_of_gpt_is_each_document_alone() -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12, msg=f"{name}: {{}}".format)
 
 
-def test_it_computes_what_torchs_own_transformer_computes() -> None:
+def test_gpt_equals_torchs_transformer_encoder() -> None:
     """An independent implementation of the same model: pre-norm encoder layers under a causal mask."""
     layers = build(CONFIG, Grid())
     inputs, labels = batch(CONFIG)
@@ -174,7 +174,7 @@ def test_it_computes_what_torchs_own_transformer_computes() -> None:
     torch.testing.assert_close(total / weight, mean, rtol=1e-10, atol=0)
 
 
-def test_no_token_sees_a_later_one() -> None:
+def test_gpt_logits_do_not_depend_on_later_tokens() -> None:
     layers = build(CONFIG, Grid())
     inputs, _ = batch(CONFIG)
     changed = inputs.clone()
@@ -184,14 +184,14 @@ def test_no_token_sees_a_later_one() -> None:
     assert not torch.allclose(before[:, 7:], after[:, 7:])
 
 
-def test_nothing_that_counts_is_a_loss_of_0() -> None:
+def test_a_batch_without_labels_has_a_loss_of_0() -> None:
     logits = torch.randn(2, 3, 53, requires_grad=True)
     total, weight = GPTLoss(Grid(), 53)(logits, torch.full((2, 3), -100))
     total.backward()
     assert float(total.detach()) == 0.0 and int(weight) == 0 and not bool(logits.grad.any())  # type: ignore[union-attr]
 
 
-def test_the_list_of_layers() -> None:
+def test_gpt_layers_returns_the_expected_layers() -> None:
     specs = gpt_layers(CONFIG)
     assert [spec.typename for spec in specs] == [
         "TokenEmbedding",
@@ -209,7 +209,7 @@ def test_the_list_of_layers() -> None:
     assert not any(isinstance(spec, TiedLayerSpec) for spec in untied)
 
 
-def test_names_of_a_blocks_parameters() -> None:
+def test_a_gpt_block_has_the_expected_parameter_names() -> None:
     block = gpt_layers(CONFIG)[2].build(Grid())
     names = {name.rpartition(".")[0] for name, _ in block.named_parameters()}
     assert names == {"norm1", "attention.qkv", "attention.out", "norm2", "mlp.up", "mlp.down"}
@@ -222,7 +222,7 @@ def refused_on_rank(size: int, config: GPTConfig) -> str:
     return error_text(lambda: build(config, Grid(tensor=size)))
 
 
-def test_more_ranks_than_heads(ranks: Any) -> None:
+def test_gpt_refuses_more_tensor_ranks_than_heads(ranks: Any) -> None:
     config = GPTConfig(
         hidden_size=24, num_attention_heads=3, num_hidden_layers=1, vocab_size=50, max_position_embeddings=8
     )
@@ -235,7 +235,7 @@ def test_more_ranks_than_heads(ranks: Any) -> None:
     GPTConfig(hidden_size=24, num_attention_heads=6).check_tensor(4)
 
 
-def test_a_sequence_longer_than_the_positions() -> None:
+def test_gpt_refuses_sequences_longer_than_its_positions() -> None:
     layers = build(CONFIG, Grid())
     with pytest.raises(ValueError, match="the sequence has 17 tokens, but the model has 16 positions"):
         run(layers, CONFIG, torch.zeros(1, 17, dtype=torch.long))

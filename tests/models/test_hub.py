@@ -72,7 +72,7 @@ def logits_of_id(sizes: tuple[int, int, int], cache: str, folder: str, ids: Tens
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)])
-def test_the_weights_of_an_id_are_those_of_the_folder(
+def test_a_hub_id_loads_the_weights_of_its_folder(
     ranks: Any, tmp_path: Path, llama: Any, sizes: tuple[int, int, int]
 ) -> None:
     folder, ids = llama
@@ -84,7 +84,7 @@ def test_the_weights_of_an_id_are_those_of_the_folder(
     assert_bitwise(load_file(out / "model.safetensors"), load_file(folder / "model.safetensors"))
 
 
-def test_a_name_is_a_folder_here_before_it_is_an_id(
+def test_a_local_folder_wins_over_a_hub_id_of_its_name(
     tmp_path: Path, llama: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = fill(cache, ID, llama[0])
@@ -99,14 +99,14 @@ def test_a_name_is_a_folder_here_before_it_is_an_id(
         assert local_folder(path) == Path(path) and not is_here(str(path))
 
 
-def test_other_branches_are_other_snapshots(llama: Any, cache: Path) -> None:
+def test_a_hub_revision_opens_its_own_snapshot(llama: Any, cache: Path) -> None:
     main = fill(cache, ID, llama[0])
     (llama[0] / "chat_template.jinja").write_text("{{ messages }}")
     other = fill(cache, ID, llama[0], revision="refs/pr/1")
     assert local_folder(f"{ID}@refs/pr/1") == other != main == local_folder(ID)
 
 
-def test_commands_and_training_take_an_id(tmp_path: Path, llama: Any, cache: Path) -> None:
+def test_commands_and_training_files_take_a_hub_id(tmp_path: Path, llama: Any, cache: Path) -> None:
     folder, _ = llama
     snapshot = fill(cache, ID, folder)
     assert config_from_hf(ID) == config_from_hf(folder) == model_of(ID)[0]
@@ -125,14 +125,14 @@ def test_commands_and_training_take_an_id(tmp_path: Path, llama: Any, cache: Pat
     assert job.model == config_from_hf(folder)
 
 
-def test_a_tokenizer_opens_by_the_hubs_id(tmp_path: Path, llama: Any, cache: Path) -> None:
+def test_a_tokenizer_opens_by_its_hub_id(tmp_path: Path, llama: Any, cache: Path) -> None:
     fill(cache, ID, llama[0])
     ours, theirs = open_tokenizer(ID), open_tokenizer(llama[0])
     assert ours.facts.fingerprint == theirs.facts.fingerprint and ours.facts.name == ID
     assert ours.encode(["1:abc"])[0].tolist() == theirs.encode(["1:abc"])[0].tolist()
 
 
-def test_data_sets_of_the_hub(tmp_path: Path, cache: Path) -> None:
+def test_hub_dataset_uris_open_files_of_the_snapshot(tmp_path: Path, cache: Path) -> None:
     root = tmp_path / "data"
     for name in ("en/one", "en/two", "de/one"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,9 @@ def test_data_sets_of_the_hub(tmp_path: Path, cache: Path) -> None:
         find_sources(["hf://datasets/stories"])
 
 
-def test_what_is_not_in_the_cache(tmp_path: Path, llama: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_missing_from_the_cache_name_the_download_command(
+    tmp_path: Path, llama: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     said = r"no folder runs/mien here \(did you mean runs/mine\?\), and no complete model runs/mien in the cache"
@@ -172,7 +174,7 @@ def test_what_is_not_in_the_cache(tmp_path: Path, llama: Any, cache: Path, monke
             read_target(target, [], None)
 
 
-def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with HubServer(ID, tmp_path) as server:
         address = server.address  # where nothing listens any more
     from huggingface_hub import constants
@@ -193,7 +195,7 @@ except ValueError as error:
 """
 
 
-def test_one_process_of_a_host_downloads(tmp_path: Path, llama: Any) -> None:
+def test_only_one_process_of_a_host_downloads_a_model(tmp_path: Path, llama: Any) -> None:
     folder = tmp_path / "files"
     shutil.copytree(llama[0], folder)
     unwanted = ["pytorch_model.bin", "modeling.py", "consolidated.safetensors", "onnx/model.onnx", "old/config.json"]

@@ -49,7 +49,7 @@ MISTRAL: Names = {
 }
 
 
-def test_a_family_that_the_user_names(tmp_path: Path) -> None:
+def test_load_hf_takes_an_unknown_family_with_given_names(tmp_path: Path) -> None:
     options: dict[str, Any] = _LLAMA | {"vocab_size": 43, "num_key_value_heads": 4, "head_dim": 4, "bos_token_id": 1}
     options |= {"layer_types": ["full_attention"] * 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     model = make("Cwm", options)
@@ -72,7 +72,7 @@ def test_a_family_that_the_user_names(tmp_path: Path) -> None:
     assert_bitwise(dict(again.state_dict()), dict(model.state_dict()))
 
 
-def test_a_live_tied_model_needs_one_name_of_its_weight() -> None:
+def test_a_tied_weight_needs_only_one_name() -> None:
     model = make("Cwm", _LLAMA | {"vocab_size": 43, "head_dim": 4, "bos_token_id": 1, "tie_word_embeddings": True})
     names = {name: theirs for name, theirs in MISTRAL.items() if theirs != "lm_head.weight"}
     config = LlamaConfig(43, 32, 32, 3, 8, num_key_value_heads=8, intermediate_size=44, tie_word_embeddings=True)
@@ -82,7 +82,7 @@ def test_a_live_tied_model_needs_one_name_of_its_weight() -> None:
         load_hf(model, llama_layers(config), names=names)
 
 
-def test_a_fused_tensor_of_a_family_that_is_not_listed() -> None:
+def test_fused_tensors_of_an_unknown_family_are_split_by_heads() -> None:
     """The rows of queries, keys and values, by the usual keys of a configuration."""
     heads, groups, width = 6, 2, 4
     table: Names = {f"{part}.weight": Fused("qkv.weight", part) for part in ("q", "kv")}
@@ -199,7 +199,7 @@ def test_saving_without_a_known_configuration_is_refused(tmp_path: Path, options
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+def test_save_hf_refuses_modules_it_cannot_write(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Write save_hf\(module, path, grid=grid\)"):
         save_hf(nn.Linear(2, 3), tmp_path)
     (tmp_path / "file").touch()
@@ -209,7 +209,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         to_hf(LlamaConfig(53, 16, 32, 3, 8, qkv_bias=True, qk_norm=True))
 
 
-def test_a_bias_that_has_no_place() -> None:
+def test_load_hf_refuses_a_bias_without_a_parameter() -> None:
     """Error for a bias without a parameter, in an unknown family."""
     model = make(*CASES["llama"])
     weights = dict(model.state_dict()) | {"model.layers.1.self_attn.q_proj.bias": torch.ones(32)}
@@ -256,7 +256,7 @@ def failures(folder: str, out: str) -> list[str]:
     return said
 
 
-def test_what_fails_on_one_rank_fails_on_all(ranks: Any, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_raised_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     folder, *_ = saved(tmp_path, "gpt2")
     first, second = ranks(2, failures, str(folder), str(tmp_path / "out"), timeout=60)
     assert first[0].startswith("FileExistsError") and second[0].startswith("RuntimeError: on another rank: FileExists")

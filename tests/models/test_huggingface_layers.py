@@ -92,7 +92,9 @@ def trained(case: str, sizes: tuple[int, int, int], stage: int, schedule: str, o
     return loss.item(), {entries[name].theirs[0]: gradient for name, gradient in gradients.items()}
 
 
-def check(ranks: Any, tmp_path: Path, case: str, sizes: tuple[int, int, int], stage: int, meta: bool = False) -> None:
+def require_equal_to_transformers(
+    ranks: Any, tmp_path: Path, case: str, sizes: tuple[int, int, int], stage: int, meta: bool = False
+) -> None:
     loss, wanted = whole_batch(case, sizes[1])
     out = str(tmp_path)
     for mine, gradients in ranks(math.prod(sizes), trained, case, sizes, stage, "1f1b", out, meta, timeout=120):
@@ -108,31 +110,31 @@ def check(ranks: Any, tmp_path: Path, case: str, sizes: tuple[int, int, int], st
         torch.testing.assert_close(after[name], parameter - 0.5 * wanted[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_gpt2_over_two_stages_and_two_replicas(ranks: Any, tmp_path: Path) -> None:
-    check(ranks, tmp_path, "gpt2", (2, 2, 1), 2)
+def test_gpt2_trains_as_transformers_on_stages_and_replicas(ranks: Any, tmp_path: Path) -> None:
+    require_equal_to_transformers(ranks, tmp_path, "gpt2", (2, 2, 1), 2)
 
 
-def test_tied_llama_over_stages_and_tensor_ranks(ranks: Any, tmp_path: Path) -> None:
-    check(ranks, tmp_path, "llama-tied", (2, 1, 2), 0)
+def test_tied_llama_trains_as_transformers_on_stages_and_shards(ranks: Any, tmp_path: Path) -> None:
+    require_equal_to_transformers(ranks, tmp_path, "llama-tied", (2, 1, 2), 0)
 
 
-def test_llama_over_two_stages_from_the_meta_device(ranks: Any, tmp_path: Path) -> None:
-    check(ranks, tmp_path, "llama", (2, 1, 1), 3, meta=True)
+def test_llama_on_meta_trains_as_transformers_on_two_stages(ranks: Any, tmp_path: Path) -> None:
+    require_equal_to_transformers(ranks, tmp_path, "llama", (2, 1, 1), 3, meta=True)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2)], ids=str)
 @pytest.mark.parametrize("case", CHANGES)
-def test_every_family_grid_and_stage(
+def test_every_family_trains_as_transformers_on_every_grid(
     ranks: Any, tmp_path: Path, case: str, sizes: tuple[int, int, int], stage: int
 ) -> None:
-    check(ranks, tmp_path, case, sizes, stage, meta=bool(stage % 2))
+    require_equal_to_transformers(ranks, tmp_path, case, sizes, stage, meta=bool(stage % 2))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("case", CHANGES)
-def test_logits_are_the_models(case: str, attention: str) -> None:
+def test_hf_layers_have_the_logits_of_the_model(case: str, attention: str) -> None:
     model = model_of(case, attention).eval()
     mine = PipelineModule(hf_layers(model), loss_fn=CausalLMLoss()).eval()
     ids, labels = rows(model.config.vocab_size, 0, 3)
@@ -163,7 +165,7 @@ def test_layers_of_a_configuration_draw_transformers_weights(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
-def test_half_precision_leaves_frequencies_as_they_are(half: str) -> None:
+def test_half_precision_keeps_rotary_frequencies_in_fp32(half: str) -> None:
     """A rotary frequency in bf16 would be off by radians some thousand tokens on, and no checkpoint would say so."""
     config = {"train_batch_size": 2, half: {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     model = model_of("llama").float()
@@ -217,7 +219,9 @@ def over_context(case: str, pipe: int, context: int, kind: str) -> dict[str, Any
         *(pytest.param(case, 1, 2, "ulysses", marks=pytest.mark.exhaustive) for case in CHANGES),
     ],
 )
-def test_sequences_spread_over_the_context_axis(ranks: Any, case: str, pipe: int, context: int, kind: str) -> None:
+def test_context_axis_has_the_gradients_of_one_process(
+    ranks: Any, case: str, pipe: int, context: int, kind: str
+) -> None:
     alone, found = over_context(case, 1, 1, kind), ranks(pipe * context, over_context, case, pipe, context, kind)[0]
     assert found.pop("loss") == pytest.approx(alone.pop("loss"), rel=1e-12)
     assert found.keys() == alone.keys()
@@ -237,6 +241,6 @@ def refused_over_context(length: int, text: str) -> None:
         engine.eval_batch(iter([(ids, ids)]))
 
 
-def test_an_error_names_what_the_context_axis_needs(ranks: Any) -> None:
+def test_errors_name_the_length_and_loss_of_the_context_axis(ranks: Any) -> None:
     ranks(2, refused_over_context, 11, "multiple of 4, such as 12")
     ranks(2, refused_over_context, 12, r"CausalLMLoss\(grid=grid\)")

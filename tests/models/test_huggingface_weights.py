@@ -86,7 +86,7 @@ def there_and_back(sizes: Sizes, folder: str, ids: Tensor, stage: int, out: str)
     return {"read": read, "share": share, "logits": logits}
 
 
-def check_round_trip(ranks: Any, tmp_path: Path, case: str, sizes: Sizes, stage: int) -> None:
+def require_round_trip_is_bitwise(ranks: Any, tmp_path: Path, case: str, sizes: Sizes, stage: int) -> None:
     # 8 stages take 8 layers, of which the blocks are 5.
     depth = {"n_layer" if CASES[case][0] == "GPT2" else "num_hidden_layers": 5} if sizes[0] == 8 else {}
     folder, ids, wanted = saved(tmp_path, case, **depth)
@@ -113,7 +113,7 @@ def check_round_trip(ranks: Any, tmp_path: Path, case: str, sizes: Sizes, stage:
 )
 def test_weights_load_and_save_bit_by_bit(ranks: Any, tmp_path: Path, case: str, sizes: Sizes, stage: int) -> None:
     """Logits to 1e-5 in float32, each rank reads its share to the byte, and saves bitwise what it loaded."""
-    check_round_trip(ranks, tmp_path, case, sizes, stage)
+    require_round_trip_is_bitwise(ranks, tmp_path, case, sizes, stage)
 
 
 @pytest.mark.exhaustive
@@ -121,8 +121,8 @@ def test_weights_load_and_save_bit_by_bit(ranks: Any, tmp_path: Path, case: str,
     "sizes", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1), (4, 1, 2), (2, 4, 1), (2, 1, 4), (1, 4, 2), (1, 2, 4)]
 )
 @pytest.mark.parametrize("case", CASES)
-def test_there_and_back_on_every_grid_of_8(ranks: Any, tmp_path: Path, case: str, sizes: Sizes) -> None:
-    check_round_trip(ranks, tmp_path, case, sizes, stage=len(case) % 4)
+def test_weights_survive_a_round_trip_on_every_grid_of_8(ranks: Any, tmp_path: Path, case: str, sizes: Sizes) -> None:
+    require_round_trip_is_bitwise(ranks, tmp_path, case, sizes, stage=len(case) % 4)
 
 
 @pytest.mark.exhaustive
@@ -154,7 +154,7 @@ def test_random_configurations_have_transformers_logits(
         )
     monkeypatch.setitem(CASES, "drawn", (case[0], case[1] | {"vocab_size": vocab, "tie_word_embeddings": tied}))
     sizes = draw.choice([(1, 1, 8), (2, 1, 4), (2, 2, 2), (4, 1, 2), (1, 2, 4)])
-    check_round_trip(ranks, tmp_path, "drawn", sizes, stage=seed % 4)
+    require_round_trip_is_bitwise(ranks, tmp_path, "drawn", sizes, stage=seed % 4)
 
 
 def into_an_engine(sizes: Sizes, folder: str, ids: Tensor, stage: int, out: str) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def _no_loss(outputs: Any, labels: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("case", ["gpt2", "qwen2"])
-def test_what_parallelize_sharded_loads_and_saves(ranks: Any, tmp_path: Path, case: str) -> None:
+def test_parallelized_models_load_and_save_bit_by_bit(ranks: Any, tmp_path: Path, case: str) -> None:
     folder, ids, wanted = saved(tmp_path, case)
     for logits in ranks(4, sharded_hugging_face, (1, 2, 2), str(folder), ids, str(tmp_path / "out"), timeout=60):
         assert (logits - wanted).abs().max() <= 1e-5
@@ -245,7 +245,7 @@ def test_what_parallelize_sharded_loads_and_saves(ranks: Any, tmp_path: Path, ca
         assert_bitwise(weights_of(tmp_path / written, case), weights_of(folder, case))
 
 
-def test_a_live_model_and_the_names_without_a_prefix(tmp_path: Path) -> None:
+def test_gpt2_loads_live_or_from_names_without_a_prefix(tmp_path: Path) -> None:
     """GPT-2's released file has `wte.weight` where others have `transformer.wte.weight`, and masks besides."""
     from safetensors.torch import save_file
 
@@ -268,7 +268,7 @@ def test_a_double_precision_model_stays_in_double_precision() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_configurations_survive_there_and_back(case: str) -> None:
+def test_huggingface_configurations_survive_a_round_trip(case: str) -> None:
     config = from_hf(make(*CASES[case]).config.to_dict())
     assert from_hf(to_hf(config)) == config
 

@@ -38,7 +38,7 @@ def test_the_blocks_of_nemotron_h_are_a_list_or_a_pattern() -> None:
     assert sizes == Mamba2Sizes(4, 8, 128, n_groups=4, conv_kernel=3, use_conv_bias=False, time_step_min=0.5)
 
 
-def test_blocks_by_an_interval_or_by_their_numbers() -> None:
+def test_hybrid_layer_types_are_read_from_intervals_or_lists() -> None:
     found = read(QWEN)
     assert [kind[0] for kind in found.layer_types] == list("lllfl")
     assert found.linear_attention == DeltaNetSizes(32, 128, 16, 128)

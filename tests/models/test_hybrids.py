@@ -79,7 +79,7 @@ def test_hybrids_train_on_grids_as_on_one_process(ranks: Any) -> None:
 
 
 @pytest.mark.exhaustive
-def test_more_hybrids_on_grids(ranks: Any) -> None:
+def test_more_hybrids_train_on_grids_as_on_one_process(ranks: Any) -> None:
     assert_equal_to_one_process(
         ranks,
         [
@@ -95,7 +95,7 @@ def test_more_hybrids_on_grids(ranks: Any) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("grid", [(2, 1, 2, 2), (1, 2, 2, 2), (1, 1, 4, 2), (2, 1, 4, 1), (1, 1, 1, 4)], ids=str)
-def test_every_hybrid_on_larger_grids(ranks: Any, grid: tuple[int, int, int, int]) -> None:
+def test_every_hybrid_trains_on_larger_grids_as_on_one_process(ranks: Any, grid: tuple[int, int, int, int]) -> None:
     cells = [
         (job(config, length=length, packed=packed), Place(grid, sequence_parallel=length == 24, stage=1))
         for config in CONFIGS
@@ -157,7 +157,7 @@ def test_cached_hybrids_have_the_logits_of_the_whole_sequence(name: str) -> None
 
 
 @torch.no_grad()
-def test_the_bytes_of_the_states_are_the_formula() -> None:
+def test_bytes_of_recurrent_states_equal_the_formula() -> None:
     for config in (MAMBA, DELTA):
         module, cache = model(config), KVCache(torch.device("cpu"))
         cache.reserve(6, 16)
@@ -215,7 +215,7 @@ def searched(name: str, beams: int) -> list[list[int]]:
     return found
 
 
-def test_hybrids_generate_the_same_on_grids(ranks: Any) -> None:
+def test_hybrids_on_grids_generate_as_without_a_cache(ranks: Any) -> None:
     assert generated("delta", (1, 1, 1, 1), 1) == greedy("delta")
     assert generated("mamba", (1, 1, 1, 1), 3) == searched("mamba", 3)  # states are copied from slot to slot
     for found in ranks(2, generated, "mamba", (1, 1, 2, 1), 1):  # prompts in parts
@@ -228,13 +228,13 @@ def test_hybrids_generate_the_same_on_grids(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_configuration_counts_its_parameters_and_is_rebuilt(name: str) -> None:
+def test_hybrid_configurations_count_parameters_and_are_rebuilt(name: str) -> None:
     config = CONFIGS[name]
     assert config.parameter_count == sum(parameter.numel() for parameter in model(config).parameters())
     assert config_from_fields("DecoderConfig", asdict(config)) == config
 
 
-def test_hybrid_configurations_that_cannot_be_are_refused() -> None:
+def test_impossible_hybrid_configurations_are_refused() -> None:
     with pytest.raises(ValueError, match="linear_attention is None, but layer_types has 2 blocks"):
         replace(DELTA, linear_attention=None)
     with pytest.raises(ValueError, match="but layer_types has 0 blocks"):

@@ -95,7 +95,7 @@ def train_on_rank(size: int, cases: list[tuple[LlamaConfig, bool, bool]]) -> lis
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_gradient_is_that_of_plain_torch(ranks: Any, size: int) -> None:
+def test_llama_gradients_equal_those_of_plain_torch(ranks: Any, size: int) -> None:
     cases = [(config, i % 2 == 1, i % 3 == 1) for i, config in enumerate(CONFIGS.values())]
     by_rank = ranks(size, train_on_rank, size, cases)
     for (config, _, packed), *found in zip(cases, *by_rank, strict=True):
@@ -178,7 +178,7 @@ def their_names(config: LlamaConfig) -> dict[str, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_computes_what_transformers_computes(name: str) -> None:
+def test_llama_logits_and_gradients_equal_transformers(name: str) -> None:
     config = CONFIGS[name]
     model, peer = build(config, Grid()), theirs(config)
     ours = {p.layout.name: p.parameter for p in model.local_parameters()}
@@ -202,7 +202,7 @@ def test_it_computes_what_transformers_computes(name: str) -> None:
 # ------------------------------------------------------------------------------------------- packed rows
 
 
-def test_a_packed_row_of_llama_is_each_document_alone() -> None:
+def test_llama_treats_packed_documents_separately() -> None:
     """Logits and gradients: 5 + 1 + 6 tokens in one row, and then each in a row of its own."""
     for name in ("llama", "qwen3"):
         config = CONFIGS[name]
@@ -221,7 +221,7 @@ def test_a_packed_row_of_llama_is_each_document_alone() -> None:
             torch.testing.assert_close(a.grad, b.grad, **CLOSE, msg=f"{name} {key}: {{}}".format)
 
 
-def test_the_list_of_layers_and_names() -> None:
+def test_llama_layers_have_the_expected_kinds_and_names() -> None:
     specs = llama_layers(CONFIGS["scaled rope, tied"])
     assert [spec.typename for spec in specs] == [
         "TokenEmbedding",

@@ -91,7 +91,7 @@ CASES: list[tuple[dict[str, int], str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("axes", "schedule", "stage", "features"), CASES)
-def test_a_loss_of_whole_sequences_in_chunks(
+def test_chunked_log_prob_loss_equals_whole_logits(
     ranks: Any, axes: dict[str, int], schedule: str, stage: int, features: dict[str, Any]
 ) -> None:
     wanted, right, own = plain(features)
@@ -105,7 +105,7 @@ def test_a_loss_of_whole_sequences_in_chunks(
             same(gradients[name], gradient, atol=1e-13)
 
 
-def test_log_probabilities_hold_the_bytes_of_two_chunks() -> None:
+def test_log_prob_loss_holds_at_most_two_chunks_of_logits() -> None:
     tokens, width, vocabulary, chunk = 4096, 8, 1000, 128
     head = nn.Linear(width, vocabulary, bias=False, dtype=torch.float64)
     x = torch.randn(2, tokens // 2, width, dtype=torch.float64, requires_grad=True)

@@ -121,7 +121,7 @@ SWEEP = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in LORA + WI
 
 
 @pytest.mark.parametrize(("steps", "sizes", "case", "form", "lora", "options"), [*QUICK, *SWEEP])
-def test_a_run_equals_pefts_on_one_process(
+def test_lora_runs_equal_peft_on_one_process(
     ranks: Callable[..., list[Any]],
     tmp_path: Path,
     steps: int,
@@ -180,7 +180,7 @@ def parallelized(folder: Path, sizes: Sizes, lora: dict[str, Any], stage: int) -
 @pytest.mark.parametrize(
     ("case", "tensor", "data", "stage"), [("gpt2", 2, 1, 1), ("llama", 2, 2, 3), ("qwen2", 4, 1, 2)]
 )
-def test_a_parallelized_model_equals_pefts(
+def test_parallelized_lora_models_equal_peft(
     ranks: Any, tmp_path: Path, case: str, tensor: int, data: int, stage: int
 ) -> None:
     folder = saved(tmp_path / "model", case)
@@ -289,7 +289,7 @@ def test_every_setting_of_pefts_adapters_is_known() -> None:
         ({}, "has the dtype C64: give real floating-point factors"),
     ],
 )
-def test_adapters_that_mean_something_else_are_refused_in_one_line(tmp_path: Path, change: Any, words: str) -> None:
+def test_unsupported_peft_adapters_are_refused_in_one_line(tmp_path: Path, change: Any, words: str) -> None:
     import peft
     from safetensors.torch import load_file, save_file
 
@@ -371,13 +371,13 @@ def parameters_without_adapters(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_errors_say_what_to_write(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_lora_errors_say_what_to_write(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "llama")
     assert "'c_attn', but no layer has such a name" in ranks(1, unknown_target, folder)[0]
     assert "call triax.add_lora(model, ...) first" in ranks(1, parameters_without_adapters, folder)[0]
 
 
-def test_the_names_that_an_error_proposes_are_accepted() -> None:
+def test_lora_targets_proposed_by_an_error_are_accepted() -> None:
     config = triax.LlamaConfig.preset("llama-tiny", tie_word_embeddings=True)
     with pytest.raises(triax.ConfigError, match="a tied output layer is the embedding") as caught:
         triax.add_lora(triax.PipelineModule(triax.llama_layers(config)), triax.Lora(rank=2, targets=("lm_head",)))

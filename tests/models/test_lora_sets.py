@@ -73,7 +73,7 @@ def logits_in_each_way(folder: Path, adapters: Path) -> list[Tensor]:
 
 
 def test_each_set_and_their_sum_give_pefts_logits(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    """Also merged; and each set is written bit for bit as it came."""
+    """The merged model gives them too, and each set is written back bit by bit."""
     folder, adapters = saved(tmp_path / "model", "llama"), tmp_path / "adapters"
     model = two_adapters(adapters)
     found = ranks(2, logits_in_each_way, folder, adapters)[0]
@@ -126,7 +126,7 @@ def train_second(folder: Path, adapters: Path, sizes: Sizes) -> tuple[Any, ...]:
     return losses, start, gradients, {name: end[name] for name in start}, tokens
 
 
-def test_one_set_is_trained_beside_a_frozen_one(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_one_adapter_set_trains_beside_a_frozen_one(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     folder, adapters = saved(tmp_path / "model", "llama"), tmp_path / "adapters"
     two_adapters(adapters)
     runs = ranks(4, train_second, folder, adapters, (2, 1, 2))
@@ -181,7 +181,7 @@ def refused(folder: Path) -> list[str]:
     return messages
 
 
-def test_what_sets_cannot_do_is_refused(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_impossible_uses_of_adapter_sets_are_refused(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     merge, both, late, name = ranks(1, refused, saved(tmp_path / "model", "llama"))[0]
     assert "triax.save_hf(engine, path, merge_lora=True)" in merge
     assert "'dora' use DoRA, whose update cannot be added" in both
@@ -223,7 +223,7 @@ def trained(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("failed", FAILED)
-def test_adapters_that_were_refused_leave_nothing(tmp_path: Path, failed: str) -> None:
+def test_refused_adapters_leave_the_model_unchanged(tmp_path: Path, failed: str) -> None:
     """The model is as it was, and the next call is as the first on a new model."""
     adapter = Pair()
     triax.add_lora(adapter, {"rank": 2, "targets": ["up"]})
@@ -239,7 +239,7 @@ def test_adapters_that_were_refused_leave_nothing(tmp_path: Path, failed: str) -
         torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-10)
 
 
-def test_two_sets_have_the_same_targets(tmp_path: Path) -> None:
+def test_three_adapter_sets_on_one_layer_train_as_their_sum(tmp_path: Path) -> None:
     """Three sets on one layer, one of them loaded, train as the sum of their products in plain PyTorch."""
     model, plain, grid = Pair(), Pair(), Grid()
     triax.add_lora(model, {"rank": 2, "alpha": 4, "targets": ["up"]})

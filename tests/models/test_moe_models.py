@@ -248,7 +248,7 @@ def test_a_live_models_logits_in_fp32_are_transformers(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_configurations_of_moe_models_survive_there_and_back(case: str) -> None:
+def test_moe_configurations_survive_a_round_trip(case: str) -> None:
     config = config_from_hf(make(case))
     assert from_hf(to_hf(config)) == config
 
@@ -326,14 +326,16 @@ EVEN = 12  # tokens of a row that context=2 can cut
 PIPED = ["qwen3_moe-step", "gpt_oss", "exaone_moe", "deepseek_v3"]
 
 
-def test_transformers_own_blocks_on_two_stages(ranks: Any, tmp_path: Path) -> None:
+def test_transformers_moe_blocks_train_on_two_stages(ranks: Any, tmp_path: Path) -> None:
     assert_blocks_train_as_transformers(ranks, tmp_path, PIPED, 2, pipe=2)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("sizes", [{"pipe": 2}, {"data": 2}, {"context": 2}], ids=str)
-def test_transformers_own_blocks_of_every_family(ranks: Any, tmp_path: Path, sizes: dict[str, int]) -> None:
+def test_every_transformers_moe_block_trains_as_in_transformers(
+    ranks: Any, tmp_path: Path, sizes: dict[str, int]
+) -> None:
     kept = [case for case in CASES if not case.startswith("qwen3_next")]  # a hybrid: refused below
     kept = [case for case in kept if "context" not in sizes or "llama4" not in case]  # see the next test
     assert_blocks_train_as_transformers(ranks, tmp_path, kept, 2, **sizes)
@@ -347,7 +349,7 @@ def test_transformers_own_blocks_have_no_chunks_over_the_context_axis(ranks: Any
 
 
 @pytest.mark.parametrize("case", ["gpt_oss", "llama4_text", "llama4_text-mixed"])
-def test_packed_rows_of_moe_models_are_each_document_alone(case: str) -> None:
+def test_moe_models_treat_packed_documents_separately(case: str) -> None:
     """Sinks, chunks and temperatures of packed documents are those of the documents one by one."""
     model = triax.PipelineModule(load_hf(make(case)), grid=Grid(), dtype=torch.float64)
     ids, _ = batch()
@@ -358,7 +360,7 @@ def test_packed_rows_of_moe_models_are_each_document_alone(case: str) -> None:
 
 
 def test_deepseek_v32_is_read_in_its_dense_form(tmp_path: Path) -> None:
-    """Of rows that the indexer does not shorten, transformers' numbers, gradients too; it is saved as a DeepSeek-V3."""
+    """Rows that the indexer does not shorten have transformers' logits and gradients; it is saved as a DeepSeek-V3."""
     import transformers
 
     options = COMMON | CASES["deepseek_v3"][1] | {"index_topk": 32, "index_head_dim": 8, "index_n_heads": 2}
@@ -393,7 +395,7 @@ def test_deepseek_v32_is_read_in_its_dense_form(tmp_path: Path) -> None:
         text_part(bad)
 
 
-def test_kimi_k2_is_a_deepseek_v3_of_another_name(tmp_path: Path) -> None:
+def test_kimi_k2_folders_load_and_save_as_deepseek_v3(tmp_path: Path) -> None:
     """transformers has no such model: its folder as Moonshot publishes it, without fp8, and its weights come back."""
     model = make("deepseek_v3").eval()
     model.save_pretrained(tmp_path / "theirs")
@@ -504,7 +506,7 @@ def test_a_configuration_is_read_from_a_checkpoints_fields(config: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["exaone4", "exaone_moe"])
-def test_windows_that_no_block_has_are_left_out(family: str) -> None:
+def test_an_unused_sliding_window_is_left_out_of_the_config(family: str) -> None:
     """EXAONE's blocks without a window have no rotary positions, but in a model without windows all have them."""
     from transformers import AutoConfig
 

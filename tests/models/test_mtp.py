@@ -110,7 +110,7 @@ CASES: list[tuple[int, bool, dict[str, int], str, int]] = [  # D, tied embedding
 
 
 @pytest.mark.parametrize(("modules", "tied", "axes", "schedule", "stage"), CASES)
-def test_loss_and_gradients_are_those_of_the_equations(
+def test_mtp_loss_and_gradients_follow_the_equations(
     ranks: Any, tmp_path: Path, modules: int, tied: bool, axes: dict[str, int], schedule: str, stage: int
 ) -> None:
     model = write(tmp_path, modules, tie_word_embeddings=tied)
@@ -145,7 +145,7 @@ def generated(folder: str, modules: int, axes: dict[str, Any]) -> list[list[int]
     return triax.init_inference(module, max_length=20).generate(PROMPTS, max_new_tokens=6, temperature=0)
 
 
-def test_generation_leaves_the_modules_out(ranks: Any, tmp_path: Path) -> None:
+def test_generation_ignores_multi_token_modules(ranks: Any, tmp_path: Path) -> None:
     model = write(tmp_path, 2)
     wanted = generated(str(tmp_path), 0, {})
     for prompt, tokens in zip(PROMPTS, wanted, strict=True):
@@ -164,7 +164,7 @@ def evaluated(folder: str) -> tuple[float, dict[str, Any]]:
     return engine.eval_batch(iter([batch()])).item(), engine.metrics
 
 
-def test_an_evaluation_is_of_the_model_alone(tmp_path: Path) -> None:
+def test_evaluation_loss_excludes_multi_token_modules(tmp_path: Path) -> None:
     model = write(tmp_path, 1)
     ids, labels = batch()
     with exact(model), torch.no_grad():
@@ -191,7 +191,7 @@ def refusals(folder: str) -> list[str]:
     return [str(error.value)]
 
 
-def test_what_modules_cannot_do_is_refused(ranks: Any, tmp_path: Path) -> None:
+def test_multi_token_modules_refuse_options_they_lack(ranks: Any, tmp_path: Path) -> None:
     write(tmp_path, 1)
     config = DeepseekConfig.preset("deepseek-tiny", num_nextn_predict_layers=1)
     with pytest.raises(ValueError, match="num_nextn_predict_layers = -1"):
@@ -212,7 +212,7 @@ def test_what_modules_cannot_do_is_refused(ranks: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "sizes"), [(1, []), pytest.param(4, ["2", "1", "2"], marks=pytest.mark.exhaustive)])
-def test_the_program_of_the_page_prints_what_it_shows(ranks: Any, tmp_path: Path, size: int, sizes: list[str]) -> None:
+def test_the_program_of_the_mtp_page_prints_its_output(ranks: Any, tmp_path: Path, size: int, sizes: list[str]) -> None:
     page = (DOCS / "models.md").read_text()
     (tmp_path / "mtp.py").write_text(programs(page)["mtp.py"])
     shown = next(block.text for block in blocks(page) if block.language == "text" and "mtp_1" in block.text)

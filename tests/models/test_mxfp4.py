@@ -32,7 +32,7 @@ def theirs(blocks: Tensor, scales: Tensor) -> Tensor:
     return found
 
 
-def test_every_byte_with_every_scale() -> None:
+def test_mxfp4_decodes_every_byte_and_scale_as_transformers() -> None:
     """All pairs of values, with scales from the smallest to the largest that bfloat16 has."""
     scales = torch.arange(256, dtype=torch.uint8)[None, :, None].repeat(16, 1, 1)
     blocks = torch.arange(256, dtype=torch.uint8).view(16, 1, 1, 16).repeat(1, 256, 1, 1)
@@ -68,7 +68,7 @@ def quantized_folder(folder: Path) -> Any:
     return model.double()
 
 
-def test_any_part_is_that_part_of_the_whole(tmp_path: Path) -> None:
+def test_reading_a_slice_of_mxfp4_equals_slicing_the_whole(tmp_path: Path) -> None:
     model = quantized_folder(tmp_path / "oss")
     source = open_source(tmp_path / "oss")
     for name, tensor in model.state_dict().items():
@@ -97,16 +97,16 @@ def ids() -> Tensor:
 
 
 @pytest.mark.parametrize("shard_tensor", [False, True])
-def test_a_published_folder_is_read(ranks: Any, tmp_path: Path, shard_tensor: bool) -> None:
+def test_mxfp4_folders_have_transformers_logits(ranks: Any, tmp_path: Path, shard_tensor: bool) -> None:
     model = quantized_folder(tmp_path / "oss")
     with torch.no_grad(), exact(model):
         wanted = model(input_ids=ids()).logits
     places, folder = {"tensor": 2, "data": 2, "expert": 2}, str(tmp_path / "oss")
-    for found in (logits({}, False, folder), *ranks(4, logits, places, shard_tensor, folder)):
+    for found in (logits({}, shard_tensor=False, folder=folder), *ranks(4, logits, places, shard_tensor, folder)):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_another_quantization_is_refused(tmp_path: Path) -> None:
+def test_quantizations_other_than_mxfp4_are_refused(tmp_path: Path) -> None:
     quantized_folder(tmp_path / "oss")
     file = tmp_path / "oss" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))

@@ -46,7 +46,7 @@ PRESETS: dict[str, Any] = {
 
 @pytest.mark.parametrize(("name", "published"), PUBLISHED.items())
 def test_a_preset_has_its_published_number_of_parameters(name: str, published: int) -> None:
-    """By its own account, and by that of the layers of triax plan, which have a common tied weight once."""
+    """Both the configuration and the layers of triax plan count them, a tied weight once."""
     counts = {layer.tie or i: layer.parameters for i, layer in enumerate(layers_of(PRESETS[name]))}
     assert PRESETS[name].parameter_count == sum(counts.values()) == published
 
@@ -91,7 +91,7 @@ def test_initial_values_have_gpt2s_distributions(config: Any) -> None:
         ({"dropout": 1.0}, "dropout = 1.0: give a number below 1"),
     ],
 )
-def test_fields_that_cannot_be_are_refused(kind: Any, fields: dict[str, Any], words: str) -> None:
+def test_wrong_fields_of_gpt_and_llama_are_refused(kind: Any, fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         kind(**fields)
 
@@ -128,12 +128,12 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_a_configuration_that_cannot_be_is_refused(call: Callable[[], Any], words: str) -> None:
+def test_impossible_configurations_and_presets_are_refused(call: Callable[[], Any], words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=re.escape(words)):
         call()
 
 
-def test_as_many_ranks_as_heads_are_taken_and_no_more() -> None:
+def test_check_tensor_refuses_more_ranks_than_heads() -> None:
     config = LlamaConfig.preset("qwen2.5-0.5b")
     config.check_tensor(14)
     with pytest.raises(ValueError, match="num_attention_heads is 14, but tensor=15 needs at least 15"):

@@ -55,10 +55,10 @@ def blocks_of(form: str, rows: int, columns: int) -> float:
 
 
 @pytest.mark.parametrize("form", ["nf4-double", pytest.param("int8", marks=pytest.mark.exhaustive)])
-def test_the_integers_are_bitwise_equal_on_every_grid(
+def test_quantized_weights_are_bitwise_equal_on_every_grid(
     ranks: Callable[..., list[Any]], tmp_path: Path, form: str
 ) -> None:
-    """And take the formula's bytes, which stage 3 divides by the number of replicas."""
+    """They take the bytes of the formula, which stage 3 divides by the number of replicas."""
     folder = saved(tmp_path / "model", "wide")
     bits, held, others = ranks(1, held_by, folder, (1, 1, 1), form, 0)[0]
     d, wide = 96, 176
@@ -103,7 +103,7 @@ def resume(folder: Path, out: Path, form: Any, tag: str) -> tuple[float, dict[st
 def test_a_lora_checkpoint_resumes_on_another_grid(
     ranks: Callable[..., list[Any]], tmp_path: Path, form: Any, tag: str
 ) -> None:
-    """Also one of the adapters alone, over the same frozen weights in floating point and in 4 bits."""
+    """A checkpoint of the adapters alone resumes too, over the same frozen weights in floating point and in 4 bits."""
     folder, out = saved(tmp_path / "model", "wide"), tmp_path / "checkpoints"
     loss, end = ranks(4, save_then_go_on, folder, out, form)[0]
     again, found, refused = ranks(2, resume, folder, out, form, tag)[0]
@@ -172,7 +172,7 @@ def losses_of_triax(folder: Path, sizes: Sizes, form: Any, steps: int) -> tuple[
 def test_fifty_steps_of_qlora_follow_those_of_peft(
     ranks: Callable[..., list[Any]], tmp_path: Path, form: str, apart: float
 ) -> None:
-    """In fp32, over the Linear4bit layers of bitsandbytes, whose double quantization rounds a few scales otherwise."""
+    """Both run in fp32; the double quantization of bitsandbytes rounds a few scales differently."""
     bitsandbytes, peft = pytest.importorskip("bitsandbytes"), pytest.importorskip("peft")
     torch.manual_seed(3)
     import transformers
@@ -239,7 +239,7 @@ SCHEDULES = ["zb-v", *(pytest.param(name, marks=pytest.mark.exhaustive) for name
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_base_is_streamed_from_host_memory(ranks: Callable[..., list[Any]], tmp_path: Path, schedule: str) -> None:
-    """Under each schedule: the losses are the same, and between steps the device holds no weight of the base."""
+    """Every schedule has the same losses, and between steps the device holds no weight of the base."""
     folder = saved(tmp_path / "model", "wide")
     for form in (None, "nf4"):
         there = ranks(4, streamed, folder, (2, 2, 1), schedule, form, "cpu")

@@ -80,7 +80,7 @@ def recurrence(kind: str, starts: Tensor | None, initial: Tensor | None) -> tupl
 
 @pytest.mark.parametrize("kind", ["mamba", "delta"])
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
-def test_chunks_are_the_recurrence(kind: str, packed: bool) -> None:
+def test_chunked_state_space_and_delta_rule_equal_the_recurrence(kind: str, packed: bool) -> None:
     starts = begins() if packed else None
     initial = None if packed else torch.randn(ROWS, GROUPS * SHARED, KEYS, VALUES).double()
     right, last, slopes = recurrence(kind, starts, initial)
@@ -155,7 +155,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_layers_are_transformers_modules(case: str) -> None:
+def test_recurrent_layers_equal_transformers_modules(case: str) -> None:
     kind, changes = CASES[case]
     theirs, arguments = (theirs_mamba if kind == "mamba" else theirs_delta)(**changes)
     theirs = theirs.double()
@@ -182,7 +182,7 @@ def test_layers_are_transformers_modules(case: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mamba", "delta"])
-def test_a_packed_row_is_its_documents_one_by_one(kind: str) -> None:
+def test_recurrent_layers_treat_packed_documents_separately(kind: str) -> None:
     _, arguments = (theirs_mamba if kind == "mamba" else theirs_delta)()
     make: Any = Mamba2 if kind == "mamba" else GatedDeltaNet
     layer = make(16, **arguments, grid=Grid(), init=Normal(1.0), out_init=Normal(1.0)).double()

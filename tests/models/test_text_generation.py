@@ -40,7 +40,7 @@ def export(family: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     "family", [each if each == "qwen3" else pytest.param(each, marks=pytest.mark.exhaustive) for each in FAMILIES]
 )
-def test_a_prompt_goes_on_as_in_triax_generate(family: str, tmp_path: Path) -> None:
+def test_transformers_pipeline_generates_as_triax_generate(family: str, tmp_path: Path) -> None:
     import transformers
 
     export(family, tmp_path)

@@ -94,8 +94,8 @@ def sent(address: str, sizes: dict[str, Any], zero: Any) -> Any:
     return logits, counts, most, {name: torch.Size(shape).numel() * 8 for name, (shape, _) in weights.shapes.items()}
 
 
-def test_transformers_has_the_trainers_logits_in_another_process(ranks: Any, tmp_path: Path) -> None:
-    """From pipe 2 x tensor 2 and from ZeRO 3, before and after a step; a second receiver keeps half of each matrix."""
+def test_a_receiver_of_sent_weights_has_the_trainers_logits(ranks: Any, tmp_path: Path) -> None:
+    """The trainers are pipe 2 x tensor 2 and ZeRO 3, before and after a step; a receiver keeps half of each matrix."""
     addresses = [f"127.0.0.1:{free_port()}" for _ in GRIDS]
     line = [sys.executable, "-c", RECEIVER, str(tmp_path), *addresses]
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as receiver:
@@ -119,7 +119,7 @@ def test_transformers_has_the_trainers_logits_in_another_process(ranks: Any, tmp
         assert 0 < most <= 2 * max(sizes.values()) + layer < total, (most, layer, total)
 
 
-def test_members_that_cannot_meet_are_refused() -> None:
+def test_wrong_arguments_of_a_transfer_group_are_refused() -> None:
     for address, rank in (("localhost", 0), ("localhost:99", 3)):
         with pytest.raises(ValueError, match=r"give host:port|rank is 3 of 3"):
             triax.transfer_group(address, rank, 3)

@@ -71,7 +71,9 @@ def trained(case: str, frozen: bool, out: str, *options: Any) -> tuple[float, di
     return loss, theirs(engine, engine.gather("gradients"))
 
 
-def check(ranks: Any, tmp_path: Path, case: str, frozen: bool, sizes: Sizes, *options: Any) -> None:
+def require_equal_to_transformers(
+    ranks: Any, tmp_path: Path, case: str, frozen: bool, sizes: Sizes, *options: Any
+) -> None:
     import transformers
 
     model, out = make(case, frozen), str(tmp_path)
@@ -106,7 +108,7 @@ def check(ranks: Any, tmp_path: Path, case: str, frozen: bool, sizes: Sizes, *op
         ("clip-llama", False, (1, 1, 2, 1), 0, None, "1f1b"),
     ],
 )
-def test_gradients_and_weights_are_transformers(
+def test_vision_models_train_as_transformers(
     ranks: Any,
     tmp_path: Path,
     case: str,
@@ -116,7 +118,7 @@ def test_gradients_and_weights_are_transformers(
     cut: list[int] | None,
     schedule: str,
 ) -> None:
-    check(ranks, tmp_path, case, frozen, sizes, stage, cut, schedule)
+    require_equal_to_transformers(ranks, tmp_path, case, frozen, sizes, stage, cut, schedule)
 
 
 @pytest.mark.exhaustive
@@ -126,14 +128,14 @@ def test_gradients_and_weights_are_transformers(
     "sizes", [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (1, 1, 1, 2), (2, 1, 2, 1)], ids=str
 )
 @pytest.mark.parametrize("case", CASES)
-def test_every_tower_grid_and_stage(
+def test_vision_models_train_as_transformers_on_every_grid(
     ranks: Any, tmp_path: Path, case: str, sizes: Sizes, frozen: bool, stage: int
 ) -> None:
-    check(ranks, tmp_path, case, frozen, sizes, stage)
+    require_equal_to_transformers(ranks, tmp_path, case, frozen, sizes, stage)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_files_are_transformers(tmp_path: Path, case: str) -> None:
+def test_vision_models_have_transformers_logits_and_files(tmp_path: Path, case: str) -> None:
     model = make(case)
     model.save_pretrained(tmp_path / "theirs")
     wanted = load_file(tmp_path / "theirs" / "model.safetensors")
@@ -151,7 +153,7 @@ def test_logits_and_files_are_transformers(tmp_path: Path, case: str) -> None:
         assert all(torch.equal(ours[name], tensor) for name, tensor in wanted.items())
 
 
-def test_a_folder_with_the_names_of_older_transformers(tmp_path: Path) -> None:
+def test_folders_with_older_names_of_transformers_are_loaded(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     model = make("clip-llama")
@@ -186,7 +188,7 @@ def test_vision_models_draw_transformers_weights(tmp_path: Path) -> None:
                 torch.testing.assert_close(drawn[name], parameter, rtol=0.0, atol=1e-5, msg=name)
 
 
-def test_a_batch_without_images(tmp_path: Path) -> None:
+def test_batches_without_images_train_as_transformers(tmp_path: Path) -> None:
     """The tower's gradients are 0, where transformers has none; and a tower that is frozen after it was built."""
     batches = [microbatch(1, 0), microbatch(0, 2), microbatch(1, 3), microbatch(1, 0)]
     model = make("clip-llama")
@@ -205,7 +207,7 @@ def test_a_batch_without_images(tmp_path: Path) -> None:
                 torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_rows_padded_on_the_right() -> None:
+def test_padding_on_the_right_changes_no_logits() -> None:
     model, given = make("clip-llama"), microbatch(0, 1)
     given.pop("labels")
     mask = torch.arange(given["input_ids"].shape[1]) < torch.tensor([[14], [9]])

@@ -1,4 +1,4 @@
-"""A folder that save_hf writes over an earlier model's has one of the two models, whatever ends the write."""
+"""When save_hf writes over a folder and is stopped, the folder has the old or the new model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def models(tmp_path: Path) -> tuple[list[Callable[[], None]], list[dict[str, Ten
     return writers, weights, folder
 
 
-def test_a_kill_at_any_call_leaves_one_of_two_models(models: Any) -> None:
+def test_killing_save_hf_leaves_the_old_or_the_new_model(models: Any) -> None:
     (first, second), (earlier, later), folder = models
     between = 0
     for number in count():
@@ -90,7 +90,7 @@ def test_a_kill_at_any_call_leaves_one_of_two_models(models: Any) -> None:
     assert number > 20 and between > 5
 
 
-def test_a_full_disk_at_any_call_leaves_one_of_two_models(models: Any) -> None:
+def test_a_full_disk_leaves_the_old_or_the_new_model(models: Any) -> None:
     (first, second), (earlier, later), folder = models
 
     def no_room() -> None:

@@ -1,4 +1,4 @@
-"""One engine by three doors: options in Python, a training file, and DeepSpeed's JSON."""
+"""One engine from three inputs: options in Python, a training file, and DeepSpeed's JSON."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def by_both_doors(pipe: int, data: int, options: dict[str, Any], config: dict[st
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_options_train_to_the_bits_of_the_configuration(ranks: Any, pair: Any) -> None:
+def test_options_and_configuration_train_bitwise_equal(ranks: Any, pair: Any) -> None:
     assert ranks(1, by_both_doors, 1, 1, *pair) == [True]
     assert ranks(4, by_both_doors, 2, 2, *pair) == [True] * 4
 
@@ -187,7 +187,7 @@ def other(key: str, field: Any) -> Any:
     return "bf16" if "bf16" in text else "x"
 
 
-def test_no_key_of_the_configuration_is_lost_on_the_way_to_options() -> None:
+def test_options_of_keeps_every_key_of_a_configuration() -> None:
     lost = []
     for key, field in keys():
         if field.status != "acts" or key in OWN:
@@ -214,7 +214,7 @@ def test_no_key_of_the_configuration_is_lost_on_the_way_to_options() -> None:
     assert not lost, "\n".join(lost)
 
 
-def test_each_option_has_a_key() -> None:
+def test_each_engine_option_has_a_configuration_key() -> None:
     known = {key for key, _ in keys()} | {key.rpartition(".")[0] for key, _ in keys()}
     missing = {path: key_of(path) for path, _, _ in walk(EngineOptions) if key_of(path) not in known}
     # Options that several keys set, or that Python alone has.

@@ -34,7 +34,7 @@ def _exists(key: str, known: list[str]) -> bool:
     return any(name == key or name.startswith(f"{key}.") for name in known)
 
 
-def test_every_counterpart_is_a_key() -> None:
+def test_every_counterpart_of_a_foreign_name_exists() -> None:
     found = read_table(foreign_names.__file__, "foreign_names.toml")["rows"]
     names = [name for row in found for name in row["names"].split()]
     assert len(names) == len(set(names)) > 100
@@ -75,7 +75,7 @@ def test_every_counterpart_is_a_key() -> None:
         ("export.name=x", "there is no 'name'; known are folder, dtype"),
     ],
 )
-def test_names_of_a_training_file(tmp_path: Path, change: str, expected: str) -> None:
+def test_unknown_keys_of_training_files_get_a_hint(tmp_path: Path, change: str, expected: str) -> None:
     """``training.dtype=bf16`` was answered "in export: write it there", which left the training in fp32."""
     (tmp_path / "run.yaml").write_text(RUN)
     with pytest.raises(ConfigError) as caught:
@@ -102,7 +102,7 @@ def test_names_of_a_training_file(tmp_path: Path, change: str, expected: str) ->
         ({"min_compression": 3}, "there is no 'min_compression' here, but in gradient_compression: write it there"),
     ],
 )
-def test_names_of_a_configuration(config: dict[str, object], expected: str) -> None:
+def test_unknown_keys_of_configurations_get_a_hint(config: dict[str, object], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config({"train_batch_size": 2, **config})
     assert expected in str(caught.value)
@@ -125,17 +125,17 @@ def test_names_of_a_configuration(config: dict[str, object], expected: str) -> N
         ("fp8", ["fp16", "fp32"], None),
     ],
 )
-def test_near_is_a_misspelling_and_no_other_name(name: str, known: list[str], expected: str | None) -> None:
+def test_close_finds_misspellings_but_no_other_names(name: str, known: list[str], expected: str | None) -> None:
     assert close(name, known) == expected
 
 
-def test_a_hint_may_be_a_longer_name() -> None:
+def test_nearest_may_suggest_a_longer_name() -> None:
     assert nearest("scheduler", ["schedule", "lr_scheduler"]) == "did you mean 'lr_scheduler'?"
     # Which keys DeepSpeed would ignore does not depend on it.
     assert close("clipping", ["gradient_clipping"]) is None
 
 
-def test_a_machine_without_its_memory() -> None:
+def test_an_unknown_machine_name_gets_a_suggestion() -> None:
     """``--machine h100`` was answered "Did you mean h200?"."""
     with pytest.raises(ValueError, match=r"there is no machine 'h100'\. Did you mean h100-80g\?"):
         machine("h100")

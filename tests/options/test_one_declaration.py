@@ -1,4 +1,4 @@
-"""One field in ``options/sections.py`` declares an option at every door of the library."""
+"""One field in ``options/sections.py`` declares an option everywhere in the library."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ assert "| `shine` | `3` | Shine of the weights. |" in CliRunner().invoke(app, ["
 """
 
 
-def test_a_field_is_an_option_at_every_door(tmp_path: Path) -> None:
+def test_one_declared_field_is_an_option_everywhere(tmp_path: Path) -> None:
     """Keyword of ``triax.Engine``, key of the training file and of the command line, row of both pages, hint."""
     skipped = ("tests", "docs", "benchmarks", ".*", "__pycache__", "*.egg-info", "build", "runs", "node_modules")
     shutil.copytree(ROOT, tmp_path / "triax", ignore=shutil.ignore_patterns(*skipped), symlinks=True)

@@ -1,4 +1,4 @@
-"""Options: every value is checked where it is written, and an error has the option's name at each door."""
+"""Options: every value is checked, and an error names the option as the user wrote it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def required(section: type[Options]) -> dict[str, Any]:
     return {"type": "x"} if "arguments" in {each.name for each in declared(section)} else {}
 
 
-def test_short_forms_lists_and_switches() -> None:
+def test_options_take_short_forms_lists_and_switches() -> None:
     given: dict[str, Any] = {
         "batch": 8, "zero": 2, "precision": "bf16", "schedule": "zb-v", "recompute": "full", "compile": True, "lora": 4,
         "monitor": {"histograms": 5}, "checkpoint": {"folder": "x", "every": 3},
@@ -65,7 +65,7 @@ def test_short_forms_lists_and_switches() -> None:
     assert pickle.loads(pickle.dumps(made)) == made
 
 
-def test_what_is_given_is_known_and_can_be_read_again() -> None:
+def test_options_remember_which_values_were_given() -> None:
     made = EngineOptions.of({"batch": {"size": 8}, "optimizer": {"type": "SGD", "lr": 0.1}, "zero": 0, "clip": 1})
     assert made.given == {"batch", "optimizer", "zero", "clip"} and made.zero.given == set()
     plain = EngineOptions(batch=Batch(size=8), optimizer=Optimizer("SGD", lr=0.1), local_updates=DiLoCo(every=3)).plain(
@@ -103,14 +103,14 @@ def test_errors_name_the_option_and_what_to_write(options: dict[str, Any], messa
     assert message in str(caught.value)
 
 
-def test_several_errors_are_told_at_once() -> None:
+def test_several_option_errors_are_reported_together() -> None:
     with pytest.raises(OptionError) as caught:
         EngineOptions.of({"clip": -1, "zero": {"stage": 9, "bucket_size": 0}})
     text = str(caught.value)
     assert all(each in text for each in ("clip = -1", "zero.stage = 9", "zero.bucket_size = 0"))
 
 
-def test_an_error_has_the_names_of_the_door() -> None:
+def test_option_errors_use_the_names_of_the_caller() -> None:
     with pytest.raises(OptionError) as caught:
         EngineOptions.of({"zero": {"stage": 1, "quantized_gradients": True}, "reduction": {"dtype": "bf16"}})
     assert caught.value.spelled(str.upper).startswith("ZERO.QUANTIZED_GRADIENTS sends gradients in 4 bits")
@@ -133,7 +133,7 @@ def test_notes_say_which_options_have_no_effect(options: dict[str, Any], note: s
     assert found.spelled().startswith(note) or note in found.spelled()
 
 
-def test_the_first_loss_scale_is_its_power_or_the_fixed_one() -> None:
+def test_the_first_loss_scale_is_2_to_its_power_or_the_fixed_one() -> None:
     assert LossScale().first == 2.0**16 and LossScale(fixed=128).first == 128.0
     assert Precision(autocast="fp16").scaled and not Precision(autocast="bf16").scaled
 

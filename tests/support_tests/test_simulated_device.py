@@ -51,7 +51,7 @@ def alone() -> tuple[list[str], list[str]]:
         return device.waits, device.faults
 
 
-def test_waits_and_copies_are_on_record(ranks: Any) -> None:
+def test_the_simulated_device_records_waits_and_copies(ranks: Any) -> None:
     ((waits, faults),) = ranks(1, alone, init_group=False, new_processes=True)
     kinds = [wait.partition(f" at {HERE}:")[0] for wait in waits]
     assert kinds[:4] == ["item", "aten.nonzero.default", "synchronize", "a blocking copy to the host"]
@@ -108,7 +108,7 @@ def together(what: str) -> tuple[list[str], list[float]]:
         raise AssertionError("no fault was found")
 
 
-def test_results_are_seen_after_wait_alone(ranks: Any) -> None:
+def test_collective_results_are_nan_before_wait(ranks: Any) -> None:
     for faults, values in ranks(2, together, "right", init_group=False, new_processes=True):
         assert not faults and values == [3.0] * 4
     for faults, values in ranks(2, together, "no wait", init_group=False, new_processes=True):
@@ -123,7 +123,7 @@ def test_results_are_seen_after_wait_alone(ranks: Any) -> None:
         ("output written", "the output was written to before wait"),
     ],
 )
-def test_memory_that_is_in_use_stays_unchanged(ranks: Any, what: str, words: str) -> None:
+def test_changing_memory_in_use_is_a_fault(ranks: Any, what: str, words: str) -> None:
     for faults, _ in ranks(2, together, what, init_group=False, new_processes=True):
         assert len(faults) == 1 and faults[0].startswith(words)
 
@@ -141,7 +141,7 @@ def test_memory_that_is_in_use_stays_unchanged(ranks: Any, what: str, words: str
         ("not contiguous", "not contiguous"),
     ],
 )
-def test_what_nccl_cannot_do_is_an_error(ranks: Any, what: str, words: str) -> None:
+def test_calls_that_nccl_lacks_fail_on_the_simulated_device(ranks: Any, what: str, words: str) -> None:
     with pytest.raises(RankFailure, match=words):
         ranks(2, together, what, init_group=False, new_processes=True)
 
@@ -171,7 +171,7 @@ def engine_without(what: str) -> None:
     ("what", "words"),
     [("reduction", "the norm of the gradient is nan"), ("gather", "failed at 0F0: .*layers.0.weight")],
 )
-def test_an_engine_that_does_not_wait_fails(ranks: Any, what: str, words: str) -> None:
+def test_a_missing_wait_of_the_engine_fails(ranks: Any, what: str, words: str) -> None:
     with pytest.raises(RankFailure, match=words):
         ranks(2, engine_without, what, init_group=False, new_processes=True)
 
@@ -236,7 +236,7 @@ def engine_with(what: str) -> tuple[list[str], list[str]]:
             setattr(owner, name, function)
 
 
-def test_faults_on_record_name_the_line(ranks: Any) -> None:
+def test_recorded_faults_name_the_line(ranks: Any) -> None:
     found = {
         what: ranks(2, engine_with, what, init_group=False, new_processes=True)
         for what in ("nothing", "a message is changed", "a message is dropped", "item")

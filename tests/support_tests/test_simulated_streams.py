@@ -1,4 +1,4 @@
-"""Streams of the simulated device: what one uses before it has waited for another is a fault that names both lines."""
+"""Streams of the simulated device: using memory before waiting for its stream is a fault that names both lines."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def with_parts_of_one_tensor(side: Any) -> None:
     assert side.query() and x.tolist() == [1.0] * 4 + [2.0] * 4
 
 
-def test_a_missing_wait_is_on_record_with_both_lines(ranks: Any) -> None:
+def test_a_missing_stream_wait_is_recorded_with_both_lines(ranks: Any) -> None:
     for found in ranks(2, faults_of, list(FAULTY), init_group=False, new_processes=True):
         for faults, (program, words) in zip(found, FAULTY.items(), strict=True):
             assert faults and faults[0].startswith(words), (program, faults)
@@ -201,10 +201,10 @@ def trained(waits: bool, plant: Callable[[pytest.MonkeyPatch], None] | None = No
         return list(device.faults)
 
 
-def test_an_engine_runs_in_a_stream_of_the_users(ranks: Any) -> None:
-    for faults in ranks(2, trained, True, init_group=False, new_processes=True):
+def test_an_engine_in_a_users_stream_needs_a_wait(ranks: Any) -> None:
+    for faults in ranks(2, trained, waits=True, init_group=False, new_processes=True):
         assert not faults
-    for faults in ranks(2, trained, False, init_group=False, new_processes=True):
+    for faults in ranks(2, trained, waits=False, init_group=False, new_processes=True):
         assert any("stream 1 reads what stream 0 writes" in fault for fault in faults), faults
 
 
@@ -215,6 +215,6 @@ def test_an_engine_runs_in_a_stream_of_the_users(ranks: Any) -> None:
         (copy_without_wait, "stream 2 reads what stream 1 writes", "writes at pipe/microbatches.py:"),
     ],
 )
-def test_a_fault_of_streams_in_the_engine_is_on_record(ranks: Any, plant: Any, words: str, line: str) -> None:
-    for faults in ranks(2, trained, True, plant, init_group=False, new_processes=True):
+def test_a_stream_fault_in_the_engine_is_recorded(ranks: Any, plant: Any, words: str, line: str) -> None:
+    for faults in ranks(2, trained, waits=True, plant=plant, init_group=False, new_processes=True):
         assert any(words in fault and line in fault for fault in faults), faults

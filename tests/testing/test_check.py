@@ -133,7 +133,7 @@ def rows(mistake: str, axes: list[str]) -> tuple[list[CheckRow], str]:
     return list(found), f"layers.{at + 1}"
 
 
-def test_right_models_are_equal() -> None:
+def test_triax_check_passes_right_models() -> None:
     for _ in range(2):
         found, _ = rows("", ["pipe", "data", "tensor", "context"])
         assert len(found) == 8 and all(row.holds and not row.difference for row in found), found
@@ -185,7 +185,7 @@ def planted(kind: str, seed: int, grid: Grid) -> PipelineModule:
         for kind in (*planted_faults.RIGHT, *planted_faults.FAULTS)
     ],
 )
-def test_models_of_others_are_right_or_named(kind: str) -> None:
+def test_triax_check_finds_planted_faults_only(kind: str) -> None:
     words = planted_faults.sizes_of(1).words
     fault = planted_faults.FAULTS.get(kind)
     axes = ["pipe", "data", "tensor"] if fault is None else [fault.axis]
@@ -228,7 +228,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {  # the axis, or the run; what
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_named(mistake: str) -> None:
+def test_triax_check_names_the_layer_and_cause_of_a_mistake(mistake: str) -> None:
     axis, difference, where, cause = MISTAKES[mistake]
     axes = [axis] if axis in ("tensor", "context") else ["tensor"]
     found, at = rows(mistake, axes)
@@ -263,7 +263,7 @@ def typed(folder: Path, *words: str, line: str = "", dtype: str = "float64") -> 
     return run_triax("check", f"{file}:build", *words, columns=200)
 
 
-def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
+def test_triax_check_prints_a_table_and_json(tmp_path: Path) -> None:
     code, text = typed(tmp_path, "--axes", "pipe", "--json")
     found = json.loads(text)
     assert code == 0 and found["holds"]
@@ -314,7 +314,7 @@ class Own(nn.Module):
 """
 
 
-def test_the_command_names_gradients_that_are_missing_or_not_deferred(tmp_path: Path) -> None:
+def test_triax_check_names_missing_and_undeferred_gradients(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     script = SCRIPT.format(line="layers.append(triax.LayerSpec(Own, 4))", dtype="float64")
     file.write_text(script.replace("def build", OWN_LAYER + "def build"))
@@ -332,7 +332,7 @@ def test_the_command_names_gradients_that_are_missing_or_not_deferred(tmp_path: 
     ]
 
 
-def test_a_file_without_batches_gets_a_random_one(tmp_path: Path) -> None:
+def test_triax_check_makes_a_random_batch_if_none_is_given(tmp_path: Path) -> None:
     script = SCRIPT.format(line="", dtype="float64").partition("def batches")[0]
     for loss, code, says in (
         ("mse_loss", 0, ""),
@@ -351,7 +351,7 @@ def test_a_file_without_batches_gets_a_random_one(tmp_path: Path) -> None:
     assert code == 2 and "has no function 'batches', which --dry needs" in text
 
 
-def test_a_dry_check_says_whether_a_grid_is_possible(tmp_path: Path) -> None:
+def test_triax_check_dry_says_if_a_grid_is_possible(tmp_path: Path) -> None:
     code, text = typed(tmp_path, "--dry", "pipe=2,data=32")
     assert code == 0 and "dry run of 64 ranks: pipe 2 x data 32" in text and "nothing would have failed" in text
     code, text = typed(tmp_path, "--dry", "pipe=4", "--json")
@@ -361,7 +361,7 @@ def test_a_dry_check_says_whether_a_grid_is_possible(tmp_path: Path) -> None:
     assert code == 2 and "--dry has 'pip=4': give axes and sizes" in text
 
 
-def test_training_files_and_hugging_face_folders_are_targets(tmp_path: Path) -> None:
+def test_triax_check_takes_training_files_and_model_folders(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16}
     heads = {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}

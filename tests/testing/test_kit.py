@@ -53,8 +53,8 @@ def pytest_in(folder: Path, *words: str) -> str:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_a_project_of_its_own_tests_itself(tmp_path: Path, ranks: int) -> None:
-    """On the grids of two ranks. What grids of four ranks add, covering_grids, has tests of its own."""
+def test_a_new_project_passes_its_own_tests(tmp_path: Path, ranks: int) -> None:
+    """The default test runs grids of two ranks; covering_grids has tests of its own for grids of four."""
     CliRunner().invoke(app, ["new", str(tmp_path / "own")])
     file = tmp_path / "own" / "test_own.py"
     assert "ranks=4)" in file.read_text()
@@ -62,7 +62,7 @@ def test_a_project_of_its_own_tests_itself(tmp_path: Path, ranks: int) -> None:
     assert "4 passed" in pytest_in(tmp_path / "own")
 
 
-def test_a_project_that_does_not_use_the_kit_does_not_pay_for_it(tmp_path: Path) -> None:
+def test_the_pytest_plugin_imports_nothing_heavy_by_itself(tmp_path: Path) -> None:
     """Neither torch nor hypothesis nor the core is imported, and a fixture of the project's own wins."""
     (tmp_path / "test_it.py").write_text(
         textwrap.dedent("""
@@ -126,7 +126,7 @@ def batches() -> list[list[tuple[Tensor, Tensor]]]:
 GRIDS = [Composition((("pipe", 2),), "zb-h1", 2), Composition((("data", 2),), "1f1b", 3), Composition((("tensor", 2),))]
 
 
-def test_a_right_model_equals_one_process() -> None:
+def test_assert_equals_one_process_passes_a_right_model() -> None:
     assert_equals_one_process(partial(build, ""), batches, GRIDS, clip=0.1)
 
 
@@ -139,7 +139,7 @@ def test_a_right_model_equals_one_process() -> None:
         ("loss", r"Grid\(pipe=2\), schedule zb-h1, ZeRO stage 2, step 0"),
     ],
 )
-def test_a_mistake_is_named_with_its_grid(mistake: str, words: str) -> None:
+def test_assert_equals_one_process_names_the_grid_of_a_mistake(mistake: str, words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         assert_equals_one_process(partial(build, mistake), batches, GRIDS)
 
@@ -160,7 +160,9 @@ NUMBERS: list[tuple[list[complex], list[complex], bool]] = [  # found, wanted, e
 
 
 @pytest.mark.parametrize(("found", "wanted", "equal"), NUMBERS)
-def test_numbers_are_equal_in_every_part(found: list[complex], wanted: list[complex], equal: bool) -> None:
+def test_difference_sees_imaginary_parts_and_infinities(
+    found: list[complex], wanted: list[complex], equal: bool
+) -> None:
     """The imaginary part counts, and an infinite number does not hide the others."""
     dtype = torch.complex128 if any(isinstance(value, complex) for value in found) else torch.float64
     a, b = (torch.tensor(values, dtype=dtype) for values in (found, wanted))
@@ -170,7 +172,7 @@ def test_numbers_are_equal_in_every_part(found: list[complex], wanted: list[comp
     assert (first_difference(whole, [rank], 1e-10).text == "") == equal
 
 
-def test_the_guide_shows_the_project() -> None:
+def test_the_testing_guide_shows_the_new_projects_test() -> None:
     page = (DOCS / "guides" / "testing.md").read_text()
     source = (ROOT / "examples" / "new_project" / "test_new_project.py").read_text().replace("new_project", "my_model")
     assert f"```python\n# test_my_model.py\n{source}```" in page
@@ -199,7 +201,7 @@ def tokens() -> list[list[tuple[Tensor, Tensor]]]:
 
 
 def test_the_guides_grids_leave_out_four_tensor_ranks() -> None:
-    """Of the default runs, the model of two heads has those with 1 and 2 tensor ranks."""
+    """The model has two heads, so of the default runs those with 1 and 2 tensor ranks remain."""
     with pytest.raises(RankFailure, match="Give tensor=2 at most") as error:
         assert_equals_one_process(heads, tokens, [Composition((("tensor", 4),))])
     assert error.value.__notes__[-1].endswith("To leave it out, give the other runs as grids=")
@@ -210,7 +212,7 @@ def test_the_guides_grids_leave_out_four_tensor_ranks() -> None:
     assert_equals_one_process(heads, tokens, [each for each in grids if ("tensor", 2) in each.axes][:3])
 
 
-def test_what_cannot_be_compared_says_so() -> None:
+def test_models_and_grids_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(RankFailure, match=r"layers\.0\.up\.weight is torch\.float32, in which rounding hides"):
         assert_equals_one_process(partial(build, "", dtype=torch.float32), batches, GRIDS)
     with pytest.raises(RankFailure, match=r"divides batches of 4 microbatches among 3 replicas"):
@@ -232,7 +234,7 @@ def reversed_backward(pipe: int, microbatches: int) -> triax.Schedule:
     return dataclasses.replace(base, name="reversed", orders=orders)
 
 
-def test_schedules_of_a_users_own() -> None:
+def test_assert_schedule_checks_schedules_of_users() -> None:
     assert_schedule(partial(triax.make_schedule, "zb-v"), sizes=[(2, 4)])
     with pytest.raises(ScheduleError, match="0B0"):
         assert_schedule(reversed_backward)
@@ -242,7 +244,7 @@ def test_schedules_of_a_users_own() -> None:
         assert_schedule(partial(triax.make_schedule, "1f1b"), build=partial(build, ""))
 
 
-def test_every_two_choices_meet_in_some_grid() -> None:
+def test_covering_grids_has_every_pair_of_choices() -> None:
     found = covering_grids(4, layers=8, microbatches=8)
     rows = [dict(each.axes) | {"schedule": each.schedule, "stage": each.stage} for each in found]
     assert all(each.ranks <= 4 for each in found) and len(found) < 40
@@ -270,13 +272,13 @@ def sent(size: int) -> list[dict[str, float]]:
     return found
 
 
-def test_bytes_of_collectives_are_counted(ranks: Any) -> None:
+def test_count_bytes_counts_the_bytes_of_collectives(ranks: Any) -> None:
     for found in ranks(4, sent, 16):
         assert found == [{"data": 8 * 16}, {"tensor": 8 * 16}, {"world": 2 * 3 / 4 * 8 * 16}]
 
 
 @given(schedules(), st.data())
-def test_strategies_draw_what_exists(schedule: triax.Schedule, data: st.DataObject) -> None:
+def test_strategies_draw_valid_schedules_and_grids(schedule: triax.Schedule, data: st.DataObject) -> None:
     verify(schedule)
     axes = data.draw(grids(8))
     assert list(axes) == ["pipe", "data", "tensor"] and axes["pipe"] * axes["data"] * axes["tensor"] <= 8

@@ -1,4 +1,4 @@
-"""The pool: what a test sees of results, failures, deaths and hangs, and that the next test sees nothing."""
+"""The pool of ranks: results, failures, deaths and hangs as a test sees them, and a clean pool for the next test."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_results_come_back_in_order_of_rank(ranks: Any, n: int) -> None:
     assert len(pids) == n and os.getpid() not in pids
 
 
-def test_arguments_keywords_and_partials_arrive(ranks: Any) -> None:
+def test_ranks_receive_arguments_keywords_and_partials(ranks: Any) -> None:
     x = torch.tensor([1.0, 2.0])
     assert all(torch.equal(y, 10 * x) for y in ranks(4, weighted_sum, x))
     assert all(torch.equal(y, 5 * x) for y in ranks(4, weighted_sum, x, scale=0.5))
@@ -167,7 +167,7 @@ def test_arguments_keywords_and_partials_arrive(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-def test_values_travel_with_their_types(ranks: Any, dtype: torch.dtype) -> None:
+def test_values_sent_to_ranks_keep_their_types(ranks: Any, dtype: torch.dtype) -> None:
     right = torch.arange(6).view(2, 3).to(dtype)
     answers = ranks(2, swap, Pair(40, right))
     assert [type(answer) for answer in answers] == [Pair, Pair]
@@ -175,7 +175,7 @@ def test_values_travel_with_their_types(ranks: Any, dtype: torch.dtype) -> None:
     assert all(answer.right.dtype == dtype and torch.equal(answer.right, right.t()) for answer in answers)
 
 
-def test_a_view_travels_without_the_storage_under_it() -> None:
+def test_a_view_is_sent_without_its_whole_storage() -> None:
     from triax.testing import rank_process
 
     view = returns_a_view()
@@ -183,7 +183,7 @@ def test_a_view_travels_without_the_storage_under_it() -> None:
     assert len(rank_process.dump(view)) < 1000
 
 
-def test_scalars_empty_tensors_and_gradients_travel() -> None:
+def test_scalars_empty_tensors_and_gradients_are_sent_to_ranks() -> None:
     import pickle
 
     from triax.testing import rank_process
@@ -194,7 +194,7 @@ def test_scalars_empty_tensors_and_gradients_travel() -> None:
         back.zero_()  # writable, not a view of the pipe's bytes
 
 
-def test_one_rank_has_no_group(ranks: Any) -> None:
+def test_a_job_of_one_rank_has_no_process_group(ranks: Any) -> None:
     ((initialized, has_rank, pid),) = ranks(1, alone)
     assert not initialized and not has_rank and pid != os.getpid()
 
@@ -220,8 +220,8 @@ def test_processes_and_group_numbers_do_not_leak(ranks: Any) -> None:
     assert first[0]["dtype"] == torch.float32 and first[0]["threads"] == 1
 
 
-def test_new_processes_stand_beside_the_pools_own(ranks: Any) -> None:
-    """They end with their job, whether it fails or not."""
+def test_new_processes_do_not_replace_those_of_the_pool(ranks: Any) -> None:
+    """New processes end with their job, whether it fails or not."""
     own = [pid for _, _, pid in ranks(3, whoami)]
     first, second = ([pid for _, _, pid in ranks(2, whoami, new_processes=True)] for _ in range(2))
     assert len({*own, *first, *second}) == 7
@@ -237,7 +237,7 @@ def test_ranks_draw_different_random_numbers(ranks: Any) -> None:
     assert len(set(draws)) == 4
 
 
-def test_a_raising_rank_is_first_and_its_traceback_whole(ranks: Any) -> None:
+def test_a_failure_lists_the_raising_rank_first_with_traceback(ranks: Any) -> None:
     with pytest.raises(RankFailure, match=r"rank 2 raised .* ValueError: the bad rank is 2") as caught:
         ranks(4, fails_on, 2)
     failure = caught.value
@@ -250,14 +250,14 @@ def test_a_raising_rank_is_first_and_its_traceback_whole(ranks: Any) -> None:
     assert len(others) == 3 and all(len(other.splitlines()) <= 9 for other in others)
 
 
-def test_all_ranks_are_whole_after_a_failure(ranks: Any) -> None:
+def test_all_ranks_work_after_a_failure(ranks: Any) -> None:
     for bad in range(3):
         with pytest.raises(RankFailure, match=f"the bad rank is {bad}"):
             ranks(3, fails_on, bad)
         assert [float(x) for x in ranks(3, weighted_sum, torch.ones(1))] == [6.0] * 3
 
 
-def test_a_group_that_never_came_to_be_is_not_counted(ranks: Any, tmp_path: Path) -> None:
+def test_a_group_that_failed_to_start_does_not_break_the_next(ranks: Any, tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="rank 0 raised"):
         ranks(2, connects_to_nobody, str(tmp_path / "store"), init_group=False)
     assert [float(x) for x in ranks(2, weighted_sum, torch.ones(1))] == [3.0] * 2
@@ -287,7 +287,7 @@ def test_a_killed_rank_is_named_with_its_signal_at_once(ranks: Any) -> None:
     assert [float(x) for x in ranks(4, weighted_sum, torch.ones(1))] == [10.0] * 4
 
 
-def test_a_crash_says_where(ranks: Any) -> None:
+def test_a_crashed_rank_shows_its_stack(ranks: Any) -> None:
     with pytest.raises(RankFailure, match="killed by SIGSEGV") as caught:
         ranks(2, dies_on, 0, int(signal.SIGSEGV))
     assert "dies_on" in caught.value[0].text
@@ -306,7 +306,7 @@ def test_a_rank_killed_between_jobs_is_replaced(ranks: Any) -> None:
     assert [rank for rank, _, _ in ranks(3, whoami)] == [0, 1, 2]
 
 
-def test_the_time_limit_says_where_every_rank_stood(ranks: Any) -> None:
+def test_a_timeout_shows_where_every_rank_was(ranks: Any) -> None:
     with pytest.raises(RankTimeout, match=r"waits_on on 3 ranks did not end .* ranks \[1\]") as caught:
         ranks(3, waits_on, 1, timeout=1)
     assert caught.value[1].kind == "stuck"
@@ -325,7 +325,7 @@ def test_a_missed_collective_is_a_timeout_that_names_the_collective(ranks: Any) 
     assert [float(x) for x in ranks(3, weighted_sum, torch.ones(1))] == [6.0] * 3
 
 
-def test_an_interrupt_in_the_test_leaves_a_whole_pool(ranks: Any) -> None:
+def test_the_pool_works_after_an_interrupt(ranks: Any) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -340,7 +340,7 @@ def test_an_interrupt_in_the_test_leaves_a_whole_pool(ranks: Any) -> None:
     assert ranks(2, waits_on, -1) == ["done"] * 2
 
 
-def test_what_has_no_name_is_refused_with_its_place(ranks: Any) -> None:
+def test_functions_without_a_top_level_name_are_refused(ranks: Any) -> None:
     def inner() -> None: ...
 
     for nameless in (lambda: 1, inner, Holder().bound):

@@ -69,7 +69,7 @@ def read_rows(root: str, changes: list[str], stop: int | None) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("packing", ["cut", pytest.param("whole", marks=pytest.mark.exhaustive)])
-def test_every_document_once_over_stops_on_1_2_and_4_replicas(ranks: Any, tmp_path: Path, packing: str) -> None:
+def test_every_document_is_read_once_over_stops_and_resumes(ranks: Any, tmp_path: Path, packing: str) -> None:
     """The rows of each step are those of one loader, bit by bit, and those of an epoch have every document once."""
     count = 100
     folder(tmp_path, count, longest=20)

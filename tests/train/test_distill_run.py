@@ -108,7 +108,7 @@ def plain_run(root: str, kind: str) -> list[float]:
 @pytest.mark.parametrize(
     "kind", [*(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("reverse", "jsd")), "top"]
 )
-def test_runs_on_grids_have_the_numbers_of_the_equations(ranks: Any, place: Path, kind: str) -> None:
+def test_distill_runs_on_grids_follow_the_equations(ranks: Any, place: Path, kind: str) -> None:
     """pipe 2 x tensor 2, then data 2 x pipe 2 with zb-v, of top-k resumed with the stored file on context 2."""
     (losses,) = ranks(1, plain_run, str(place), kind, timeout=300)
     wanted, then = (losses, place / f"last-{kind}"), KINDS["stored" if kind == "top" else kind]
@@ -120,8 +120,8 @@ def test_runs_on_grids_have_the_numbers_of_the_equations(ranks: Any, place: Path
     same_run(ranks, place, "distill", f"b-{kind}", *wanted, *parts)
 
 
-def test_held_out_samples_are_evaluated(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the stored file, whose rows are those of all samples."""
+def test_distill_runs_evaluate_held_out_samples(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-probabilities of the teacher are in a file, with rows for all samples."""
     import transformers
 
     monkeypatch.chdir(place)

@@ -1,4 +1,4 @@
-"""Training files: what is read from YAML, TOML and JSON, and what an error says."""
+"""Training files: reading from YAML, TOML and JSON, and the text of errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _write(folder: Path, text: str, name: str = "run.yaml") -> Path:
     return path
 
 
-def test_short_forms_and_changes(tmp_path: Path) -> None:
+def test_short_forms_and_changes_are_read_into_sections(tmp_path: Path) -> None:
     changes = ["batch.size=16", "optimizer.momentum=0.9", "lora.rank=4"]
     run, _ = read_training_file(_write(tmp_path, RUN), changes)
     training = run.training
@@ -46,7 +46,7 @@ def test_short_forms_and_changes(tmp_path: Path) -> None:
     assert run.export is None and run.lora is not None and run.lora.rank == 4
 
 
-def test_the_three_formats_are_equal(tmp_path: Path) -> None:
+def test_yaml_toml_and_json_give_equal_training_files(tmp_path: Path) -> None:
     yaml = _write(tmp_path, "model: {preset: gpt2}\ndata: tokens\nbatch: 2\ntraining: {steps: 5}\n")
     toml = _write(tmp_path, 'data = "tokens"\n[model]\npreset = "gpt2"\n[training]\nsteps = 5\nbatch = 2\n', "run.toml")
     values = {"model": {"preset": "gpt2"}, "data": "tokens", "training": {"steps": 5}, "batch": {"size": 2}}
@@ -120,7 +120,9 @@ TEXTS = {"run.yaml": RUN, "run.toml": TOML, "run.json": JSON}
         ("run.json", '"batch": 8', '"batch": ', "is not JSON: Expecting value: line 5, column 14"),
     ],
 )
-def test_errors_name_line_and_key(tmp_path: Path, name: str, before: str, after: str, expected: str) -> None:
+def test_training_file_errors_name_line_and_key(
+    tmp_path: Path, name: str, before: str, after: str, expected: str
+) -> None:
     assert before in TEXTS[name] and read_training_file(_write(tmp_path, TEXTS[name], name))
     with pytest.raises(ConfigError) as caught:
         read_training_file(_write(tmp_path, TEXTS[name].replace(before, after), name))
@@ -151,7 +153,7 @@ def test_deep_files_are_refused_at_the_limit(tmp_path: Path, text: str) -> None:
         read_training_file(tmp_path / "deep.yaml")
 
 
-def test_files_that_grow_or_do_not_end(tmp_path: Path) -> None:
+def test_recursive_and_exploding_yaml_is_refused(tmp_path: Path) -> None:
     bomb = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 10)}]\n" for i in range(6)
     )

@@ -214,9 +214,7 @@ def logits_of(model: Any, ids: Tensor, documents: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------ the page
 
 
-def test_stopped_and_resumed_on_another_grid_it_equals_one_process(
-    ranks: Any, prepared: Path, monkeypatch: Any
-) -> None:
+def test_a_run_resumed_on_another_grid_equals_one_process(ranks: Any, prepared: Path, monkeypatch: Any) -> None:
     """Losses and gradients to 1e-10, the exported model's logits to 1e-5 in float32, and the same greedy text."""
     taken, printed = ranks(4, run_part, str(prepared), changes_of(FIRST), 8, timeout=240)[0]
     more, printed_again = ranks(2, run_part, str(prepared), changes_of(SECOND), timeout=240)[0]
@@ -238,7 +236,7 @@ def test_stopped_and_resumed_on_another_grid_it_equals_one_process(
 
 
 @pytest.mark.exhaustive
-def test_in_bf16_it_equals_one_process_within_its_rounding(ranks: Any, prepared: Path) -> None:
+def test_a_bf16_run_equals_one_process_within_rounding(ranks: Any, prepared: Path) -> None:
     """Each step beside float64 at the same weights, from which it differs by the rounding of its arithmetic alone.
 
     K rounded operations one after another, with relative errors of at most u = 2^-8, give an error of about sqrt(K) u
@@ -247,8 +245,10 @@ def test_in_bf16_it_equals_one_process_within_its_rounding(ranks: Any, prepared:
     loss errors of many tokens cancel: it is compared with plain PyTorch's alone.
     """
     common = ["precision=bf16", "clip=0", "name=half"]
-    taken, _ = ranks(4, run_part, str(prepared), common, 8, True, timeout=240)[0]
-    taken += ranks(2, run_part, str(prepared), [*changes_of(SECOND), *common], None, True, timeout=240)[0][0]
+    taken, _ = ranks(4, run_part, str(prepared), common, 8, with_weights=True, timeout=240)[0]
+    taken += ranks(
+        2, run_part, str(prepared), [*changes_of(SECOND), *common], stop=None, with_weights=True, timeout=240
+    )[0][0]
     exact, plain = llama(prepared, torch.float64), llama(prepared, torch.bfloat16)
     rows = dict(enumerate(itertools.islice(batches(prepared), STEPS), 1))
     unit, count = 2.0**-8, 2 * (3 * 13 + 3)  # operations of 3 blocks, embedding, norm and head, forward and backward
@@ -272,7 +272,7 @@ def test_in_bf16_it_equals_one_process_within_its_rounding(ranks: Any, prepared:
 
 
 @pytest.mark.exhaustive
-def test_the_page_as_it_is_typed(tmp_path: Path) -> None:
+def test_commands_of_the_page_work_in_a_shell(tmp_path: Path) -> None:
     """Every command in a shell of its own, with a Ctrl-C during the first run."""
     make_folder(tmp_path)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -333,7 +333,7 @@ def check_model(generated: str) -> None:
     assert written.length == LENGTH
 
 
-def test_the_text_that_the_page_makes_is_enough(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_text_of_the_page_fills_all_training_steps(tmp_path: Path, monkeypatch: Any) -> None:
     make_text(TEXT, tmp_path)
     monkeypatch.chdir(tmp_path)
     for command in TYPED[:3]:
@@ -342,7 +342,7 @@ def test_the_text_that_the_page_makes_is_enough(tmp_path: Path, monkeypatch: Any
     assert sum(1 for _ in itertools.islice(batches(tmp_path), STEPS)) == STEPS
 
 
-def test_every_command_of_the_page_from_text_is_run() -> None:
+def test_commands_of_the_from_text_page_are_the_tested_ones() -> None:
     kinds = [" ".join(command.split()[:2]) for command in TYPED]
     assert kinds == [
         *["triax data"] * 3,

@@ -107,7 +107,7 @@ def by_functions(root: str) -> tuple[list[float], list[dict[str, float]]]:
     return losses, drawn
 
 
-def test_runs_on_grids_have_the_numbers_of_one_process(ranks: Any, place: Path) -> None:
+def test_grpo_runs_on_grids_equal_one_process(ranks: Any, place: Path) -> None:
     """pipe 2 x tensor 2; then data 2 x pipe 2 with ZeRO 1, stopped between the steps on a draw, resumed on tensor 2."""
     ((losses, drawn),) = ranks(1, by_functions, str(place), timeout=300)
     assert len({round(loss, 6) for loss in losses}) == STEPS
@@ -128,7 +128,7 @@ def evaluated(root: str, *changes: str) -> list[dict[str, float]]:
     return numbers_of(Path("runs") / read_training_file("grpo.yaml", changes)[0].name, "Validation/")
 
 
-def test_held_out_prompts_have_a_reward(ranks: Any, place: Path) -> None:
+def test_grpo_runs_report_the_reward_of_held_out_prompts(ranks: Any, place: Path) -> None:
     (wanted,) = ranks(1, evaluated, str(place), "name=c", "batch.size=4", "method.steps_per_rollout=1")
     assert len(wanted) == 3 and all(each["loss"] == -each["reward"] for each in wanted)
     assert len({each["reward"] for each in wanted}) > 1

@@ -1,4 +1,4 @@
-"""The resolved run: sizes that follow from others, DeepSpeed's keys, and what is refused."""
+"""The resolved job: sizes derived from others, DeepSpeed's keys, and jobs that are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _job(processes: int | None = None, **keys: Any) -> Job:
     return resolve(TrainingFile.of(values), processes)
 
 
-def test_the_least_file_has_sensible_values() -> None:
+def test_a_minimal_training_file_gets_the_default_values() -> None:
     job = _job()
     assert (job.sequence, job.steps, job.batch.train, job.tokens_per_step) == (64, 100, 8, 512)
     assert job.topology.world_size == 1 and job.precision == "fp32"
@@ -53,7 +53,7 @@ def test_a_pair_of_answers_counts_the_tokens_of_both() -> None:
     assert job.batch.train == 8 and job.tokens_per_step == 1024
 
 
-def test_a_hugging_face_folder_gives_its_shape(tmp_path: Path) -> None:
+def test_a_job_takes_the_sizes_of_a_hugging_face_folder(tmp_path: Path) -> None:
     import json
 
     config = LlamaConfig.preset("llama3-8b", num_hidden_layers=2, hidden_size=64, num_attention_heads=8)
@@ -63,7 +63,7 @@ def test_a_hugging_face_folder_gives_its_shape(tmp_path: Path) -> None:
     assert isinstance(job.model, LlamaConfig) and job.model.num_hidden_layers == 3 and job.layers == 6
 
 
-def test_deepspeed_keys_are_taken_as_they_are() -> None:
+def test_a_deepspeed_section_sets_the_options_of_its_keys() -> None:
     given = {
         "train_batch_size": "auto",
         "zero_optimization": {"stage": 2, "overlap_comm": False},
@@ -79,7 +79,7 @@ def test_deepspeed_keys_are_taken_as_they_are() -> None:
     assert job.learning_rate is None and job.options.clip == 0.5
 
 
-def test_a_section_of_deepspeed_keeps_what_it_does_not_name() -> None:
+def test_a_deepspeed_section_keeps_other_options_of_the_file() -> None:
     """Switches of sections that it does not have, such as compile, stay as the file has them."""
     job = _job(compile=True, lora=4, monitor={"wandb": True}, deepspeed={"zero_optimization": {"stage": 2}})
     assert job.options.zero.stage == 2 and job.options.compile is not None and job.options.lora is not None
@@ -87,7 +87,7 @@ def test_a_section_of_deepspeed_keeps_what_it_does_not_name() -> None:
     assert _job(deepspeed={"compile": {"deepcompile": False}}, zero=2).options.zero.stage == 2
 
 
-def test_options_of_the_engine_reach_it_from_the_file() -> None:
+def test_training_files_set_every_engine_option() -> None:
     """Those that no other key of a file is named after."""
     given: dict[str, Any] = {
         "lr_scheduler": {"type": "WarmupLR", "warmup_num_steps": 3},

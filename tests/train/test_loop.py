@@ -123,7 +123,7 @@ def test_a_run_resumed_on_another_grid_equals_plain_pytorch(ranks: Any, place: P
 
 
 @pytest.mark.parametrize("kind", ["local_sgd", "diloco", "async_diloco"])
-def test_a_run_of_local_updates_writes_one_model(ranks: Any, place: Path, kind: str) -> None:
+def test_local_update_runs_write_the_common_model(ranks: Any, place: Path, kind: str) -> None:
     """Outer steps after step 3 and at the end, step 5: the loss of the common weights, and of the written model."""
     lr, momentum = (1.0, 0.0) if kind == "local_sgd" else (0.7, 0.5)
     outer = "" if kind == "local_sgd" else f", outer_lr: {lr}, outer_momentum: {momentum}"
@@ -180,8 +180,8 @@ def said_of_resuming(root: str, *changes: str) -> list[str]:
     return [line for line in warnings if "resumes" in line]
 
 
-def test_a_resume_is_said_whatever_names_the_checkpoint(ranks: Any, place: Path) -> None:
-    """By auto, by its path and by its tag."""
+def test_the_log_says_from_which_checkpoint_a_run_resumes(ranks: Any, place: Path) -> None:
+    """The checkpoint is given as auto, by its path and by its tag."""
     assert ranks(1, said_of_resuming, str(place), "name=two", "training.steps=2") == [[]]
     last = "runs/two/checkpoints/global_step2"
     for name, resume in (("other", last), ("two", "global_step2"), ("two", "auto")):
@@ -191,7 +191,7 @@ def test_a_resume_is_said_whatever_names_the_checkpoint(ranks: Any, place: Path)
         shutil.rmtree(place / "runs" / "two" / "checkpoints" / "global_step3", ignore_errors=True)
 
 
-def test_a_run_cut_by_measured_layers_has_one_processs_numbers(ranks: Any, place: Path) -> None:
+def test_a_run_cut_by_measured_layers_equals_one_process(ranks: Any, place: Path) -> None:
     """A cut by time on two ranks, then a cut by the file of costs that this run has written."""
     changes = ["training.steps=2", "export=false", "checkpoint=false"]
     _, wanted = ranks(1, run, str(place), "name=whole", *changes)[0]
@@ -285,7 +285,7 @@ def test_a_line_of_progress_has_the_figures_of_the_step(tmp_path: Path) -> None:
     ]
 
 
-def test_a_disk_that_fills_up_ends_no_training(ranks: Any, place: Path) -> None:
+def test_a_run_on_a_full_disk_trains_all_steps(ranks: Any, place: Path) -> None:
     """Metrics, checkpoints, trace, pictures and page have no room; all steps are taken, and the model is missed."""
     ((code, said, log),) = ranks(1, on_a_full_disk, str(place), *FULL)
     results = place / "runs" / "full"

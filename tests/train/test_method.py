@@ -95,7 +95,7 @@ def kto_run(root: str, method: str) -> list[float]:
     [("dpo", trl_run, "1f1b"), ("sft", trl_run, "1f1b"), ("kto", kto_run, "zb-h1")],
     ids=["dpo", "sft", "kto"],
 )
-def test_runs_on_grids_have_the_references_numbers(
+def test_dpo_sft_and_kto_runs_on_grids_equal_the_reference(
     ranks: Any, place: Path, method: str, reference: Any, schedule: str
 ) -> None:
     """pipe 2 x tensor 2; then data 2 with ZeRO 2, stopped after a step and resumed on context 2."""
@@ -106,7 +106,7 @@ def test_runs_on_grids_have_the_references_numbers(
     same_run(ranks, place, method, f"b-{method}", *wanted, *parts)
 
 
-def test_held_out_samples_are_evaluated_and_are_not_trained_on(
+def test_held_out_samples_are_evaluated_and_never_trained_on(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
@@ -151,7 +151,7 @@ def test_the_loss_of_held_out_answers_is_a_mean_over_tokens(place: Path, monkeyp
     assert found == pytest.approx(float(wanted), rel=1e-10)
 
 
-def test_a_run_that_goes_on_needs_the_numbers_of_its_reference(
+def test_a_resumed_dpo_run_needs_its_reference_file(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)

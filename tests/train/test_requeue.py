@@ -69,7 +69,7 @@ def stub(folder: Path, code: int) -> Path:
     ("number", "requeue", "calls"),
     [(signal.SIGUSR1, True, "requeue 77\n"), (signal.SIGUSR1, False, ""), (signal.SIGTERM, True, "")],
 )
-def test_the_job_is_saved_and_requeued(
+def test_a_signal_saves_a_checkpoint_and_requeues_the_job(
     ranks: Any, tmp_path: Path, number: signal.Signals, requeue: bool, calls: str
 ) -> None:
     said = stub(tmp_path, 0)
@@ -90,7 +90,7 @@ def test_a_requeue_that_fails_says_what_to_do(tmp_path: Path, monkeypatch: Any, 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_ctrl_c_saves_a_checkpoint_and_ends_the_run(tmp_path: Path, processes: int) -> None:
-    """It ends after the step, with the reason; the same command goes on from there."""
+    """The run ends after the step and says the reason; the same command continues from there."""
     folder(tmp_path, 60)
     (tmp_path / "run.yaml").write_text(LONG)
     triax, run = Path(sys.executable).parent / "triax", tmp_path / "runs" / "long"

@@ -76,7 +76,7 @@ def trl_run(root: str) -> list[list[float]]:
         return [[row[name] for name in ("loss", "accuracy", "margin")] for row in rows]
 
 
-def test_reward_runs_on_grids_have_trls_numbers(ranks: Any, place: Path) -> None:
+def test_reward_runs_on_grids_equal_trl(ranks: Any, place: Path) -> None:
     """pipe 2 x tensor 2, data 2 x pipe 2 with zb-v; then one process, resumed on context 2."""
     (rows,) = ranks(1, trl_run, str(place), timeout=300)
     for name, *parts in (
@@ -89,7 +89,7 @@ def test_reward_runs_on_grids_have_trls_numbers(ranks: Any, place: Path) -> None
         assert [[each["accuracy"], each["margin"]] for each in logged] == [pytest.approx(row[1:]) for row in rows]
 
 
-def test_a_language_model_gets_a_head_and_is_evaluated(
+def test_a_reward_run_evaluates_a_language_model_with_a_new_head(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import transformers

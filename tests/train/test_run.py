@@ -1,4 +1,4 @@
-"""A run of ``triax train`` on several processes has the losses of one; what it leaves, its time limit, its refusals."""
+"""`triax train` on several processes has the losses of one; its results, its time limit, its refusals."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def losses(folder: Path, name: str) -> list[float]:
     return written_losses(folder / "runs" / name)
 
 
-def test_a_run_from_one_command(ranks: Any, folder: Path) -> None:
+def test_triax_train_on_four_processes_has_the_losses_of_one(ranks: Any, folder: Path) -> None:
     """Four processes and one process: the same losses; and everything that a run leaves."""
     wide = values(
         "wide",
@@ -112,14 +112,14 @@ def test_a_run_from_one_command(ranks: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("grid", [{"context": 2}, {"data": 2, "expert": 2}])
-def test_the_context_and_the_expert_axis_learn_the_same(ranks: Any, folder: Path, grid: dict[str, int]) -> None:
+def test_context_and_expert_axes_have_the_losses_of_one_process(ranks: Any, folder: Path, grid: dict[str, int]) -> None:
     model = {"preset": "mixtral-tiny", "overrides": SHAPE | EXPERTS} if "expert" in grid else {}
     ranks(2, train, values("two", model=model, grid=grid, training={"steps": 3}), str(folder))
     ranks(1, train, values("one", model=model, training={"steps": 3}), str(folder))
     assert losses(folder, "two") == pytest.approx(losses(folder, "one"), abs=1e-10, rel=0)
 
 
-def test_time_limit_ends_in_good_order(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_time_limit_ends_the_run_and_evaluates(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train(values(training={"steps": 100_000, "time_limit": "0.3s"}), str(folder))
     said = capfd.readouterr().out
     assert 1 < len(losses(folder, "run")) < 2000
@@ -149,13 +149,13 @@ def test_time_limit_ends_in_good_order(folder: Path, capfd: pytest.CaptureFixtur
         ({"model": {"overrides": SHAPE | {"num_attention_heads": 5}}}, None, "num_attention_heads=5 does not divide"),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, Any], processes: int | None, said: str) -> None:
+def test_impossible_training_files_are_refused(changes: dict[str, Any], processes: int | None, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         resolve(TrainingFile.of(values(**changes)), processes)
     assert said in str(refused.value)
 
 
-def test_a_prompt_must_leave_room(folder: Path) -> None:
+def test_a_sample_prompt_that_is_too_long_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"sample\.prompt has 40 tokens"):
         make_job(TrainingFile.of(values(sample={"prompt": 40 * "a", "tokens": 5})))
 

@@ -56,7 +56,7 @@ def read_while_training(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any])
     return read
 
 
-def test_a_run_reads_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_runs_read_every_key_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key of the schema that nothing reads has no effect, and this test says which."""
     monkeypatch.chdir(tmp_path)
     tokens = str(folder(tmp_path, 60))

@@ -1,4 +1,4 @@
-"""train/spikes.py: what is a spike, and that runs which skip or rewind are those that never saw its batch."""
+"""train/spikes.py: the definition of a spike; runs that skip or rewind equal runs without the spike's batch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from support.toys import error_text, mean_loss, same
 WIDTH, BATCH, STEPS = 4, 4, 16
 
 
-def test_spikes_are_those_of_the_definition() -> None:
-    """Against numpy over the last values, on a random walk with jumps, values that are not finite among them."""
+def test_the_spike_detector_follows_its_definition() -> None:
+    """numpy computes the definition over the last values of a random walk with jumps, nan and infinity."""
     draw = random.Random(3)
     detector = SpikeDetector(6.0, 10.0, 30)
     losses: list[float] = []
@@ -54,7 +54,7 @@ def test_spikes_are_those_of_the_definition() -> None:
     assert 50 < found < 200 and len(detector.losses) == len(detector.norms) == 30
 
 
-def test_losses_that_stand_still_make_no_spike_of_noise() -> None:
+def test_noise_of_constant_losses_is_no_spike() -> None:
     detector = SpikeDetector(6.0, 10.0, 10)
     assert not any(detector.judge(2.0 + 1e-9 * step, None) for step in range(50))
     assert "the loss is 2.2, and the 10 steps before have a median of 2 and" in detector.judge(2.2, None)
@@ -142,7 +142,9 @@ def plain(only: list[int]) -> tuple[list[float], dict[str, Tensor]]:
         pytest.param((2, 1), math.inf, marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_run_is_one_without_the_batch(ranks: Any, tmp_path: Path, grid: tuple[int, int], jump: float) -> None:
+def test_a_run_that_skips_or_rewinds_equals_one_without_the_batch(
+    ranks: Any, tmp_path: Path, grid: tuple[int, int], jump: float
+) -> None:
     """Skip leaves out batch 11; rewind, at batch 12, where a checkpoint is due, leaves out those since step 8."""
     for action, at, kept in (
         ("skip", 11, [*range(1, 11), *range(12, 17)]),
@@ -159,7 +161,7 @@ def test_the_run_is_one_without_the_batch(ranks: Any, tmp_path: Path, grid: tupl
         assert tags(place)[-1] == "global_step16" and len(tags(place)) == 4
 
 
-def test_warn_takes_the_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_action_warn_logs_the_spike_and_takes_the_step(caplog: pytest.LogCaptureFixture) -> None:
     losses, weights, _, spikes = train((1, 1), {11: 300.0}, "warn", "")
     assert spikes == 1 and "step 11 is a spike, because the loss is" in caplog.text
     assert "norm of the gradient is" in caplog.text
@@ -169,7 +171,7 @@ def test_warn_takes_the_step(caplog: pytest.LogCaptureFixture) -> None:
         train((1, 1), {11: math.inf}, "warn", "")
 
 
-def test_a_resumed_run_decides_alike(tmp_path: Path) -> None:
+def test_a_resumed_run_skips_the_same_spikes(tmp_path: Path) -> None:
     """Stopped at step 9, and resumed at 8: a window of its own would hold too little to judge step 10 by."""
     jumps = {10: 300.0, 15: 300.0}
     whole = train((1, 1), jumps, "skip", "")
@@ -180,7 +182,7 @@ def test_a_resumed_run_decides_alike(tmp_path: Path) -> None:
     same(weights, whole[1])
 
 
-def test_damaged_checkpoints_are_not_gone_back_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rewind_does_not_use_damaged_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The run said that it went back, took one of its rewinds for it, and had the state of the spike's step."""
     losses, weights, state, _ = train((1, 1), {11: 300.0}, "rewind", str(tmp_path), damage_at=10)
     wanted, plain_weights = plain([*range(1, 11), *range(12, 17)])
@@ -189,7 +191,7 @@ def test_damaged_checkpoints_are_not_gone_back_to(tmp_path: Path, caplog: pytest
     assert state["rewinds"] == 0 and "there is no checkpoint to go back to: step 11 was left out" in caplog.text
 
 
-def test_rewinds_come_to_an_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rewinds_stop_at_their_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     jumps = dict.fromkeys((11, 12, 13), 300.0)
     with pytest.raises(AgreedError, match=r"All rewinds of training\.spikes\.limit are used \(2 of 2\)"):
         train((1, 1), jumps, "rewind", str(tmp_path), limit=2)
@@ -226,7 +228,7 @@ def train_file(root: str, *changes: str) -> tuple[list[float], dict[str, Tensor]
     return [loss for loss, *_ in recorder.steps], recorder.steps[-1][2], run.engine.skipped_steps
 
 
-def test_a_file_resumes_with_its_window_from_a_uri(ranks: Any, tmp_path: Path) -> None:
+def test_a_run_resumes_its_spike_window_from_a_uri(ranks: Any, tmp_path: Path) -> None:
     """Almost every step is a spike: stopped after 4 steps and resumed on two ranks, it is one run."""
     folder(tmp_path, 40)
     (tmp_path / "run.yaml").write_text(FILE)
@@ -244,7 +246,7 @@ def test_a_file_resumes_with_its_window_from_a_uri(ranks: Any, tmp_path: Path) -
 def test_a_run_of_which_every_step_is_skipped_ends_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It "trained" to its end, and exited with 0."""
+    """Such a run "trained" to its end, and exited with 0."""
     folder(tmp_path, 40)
     (tmp_path / "run.yaml").write_text(FILE)
 
@@ -263,7 +265,7 @@ def test_a_run_of_which_every_step_is_skipped_ends_with_an_error(
     assert not (tmp_path / "runs" / "run" / "model").exists()
 
 
-def test_actions_that_cannot_be() -> None:
+def test_impossible_spike_actions_are_refused() -> None:
     engine = engine_of((1, 1), Batches({}))
     with pytest.raises(ConfigError, match="the run saves no checkpoints to go back to"):
         SpikeGuard(engine, options("rewind"), None)

@@ -1,4 +1,4 @@
-"""Older names of a training file's keys: read as today's names, and rewritten with the comments of the file."""
+"""Older names of training file keys: they are read as today's names, and rewritten with the file's comments."""
 
 from __future__ import annotations
 

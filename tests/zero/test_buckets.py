@@ -25,7 +25,7 @@ WIDTH = 6
 
 @settings(max_examples=200)
 @given(st.data())
-def test_a_plan_places_everything_once(data: st.DataObject) -> None:
+def test_a_bucket_plan_places_each_parameter_once(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=20))
     shards, capacity = data.draw(st.sampled_from([1, 2, 3, 8])), data.draw(st.integers(1, 500))
     drawn = [(data.draw(st.integers(0, 2)), data.draw(st.sampled_from("ab"))) for _ in sizes]
@@ -240,7 +240,7 @@ def integers(stage: int, bf16: bool, folder: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("stage", "bf16"), [(0, False), (1, True), (3, False), (3, True)])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_integer_parameters_stay_what_they_are(
+def test_integer_parameters_of_a_module_do_not_change(
     ranks: Any, tmp_path: Path, replicas: int, stage: int, bf16: bool
 ) -> None:
     torch.manual_seed(0)
@@ -283,6 +283,6 @@ def pipelined_integers(stage: int) -> None:
             assert value.is_floating_point() != name.endswith("order")
 
 
-def test_integer_parameters_of_a_pipeline(ranks: Any) -> None:
+def test_integer_parameters_of_a_pipeline_do_not_change(ranks: Any) -> None:
     for stage in (0, 3):
         ranks(4, pipelined_integers, stage)

@@ -1,4 +1,4 @@
-"""Stage 3 on replicas that run the same units, whatever these are, and on replicas that run other units."""
+"""Stage 3: replicas that run equal units train; replicas that run different units are refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def trained(sizes: Sequence[int], plan: Plan, how: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("size", "how"), [(1, "engine"), (2, "engine"), (2, "kept"), (4, "plain loop")])
-def test_replicas_may_run_other_units_in_each_step(ranks: Any, size: int, how: str) -> None:
+def test_replicas_may_run_different_units_in_each_step(ranks: Any, size: int, how: str) -> None:
     sizes = [8, 8, 1000, 3]  # messages and all-to-alls
     chosen = [[0, 1, 2, 3], [0, 1, 2, 3], [1], [2, 0], [], [3, 3, 1], [0, 1, 2, 3], [2, 2, 2]]
     plan = [[each] * size for each in chosen]
@@ -112,7 +112,7 @@ def refused(job: Any, *args: Any) -> str:
         ([8, 8], [[0, 0], [0]], ("gathers unit branches.0", "ends a backward pass")),
     ],
 )
-def test_replicas_that_run_other_units_stop_and_name_them(
+def test_replicas_that_run_different_units_are_refused_by_name(
     ranks: Any, sizes: list[int], last: list[list[int]], named: tuple[str, ...]
 ) -> None:
     everything = [list(range(len(sizes)))] * len(last)
@@ -198,7 +198,7 @@ def late(file: Path) -> str:
     return printed.getvalue()
 
 
-def test_a_rank_that_waits_long_says_for_whom(ranks: Any, tmp_path: Path) -> None:
+def test_a_rank_that_waits_long_names_the_other_rank(ranks: Any, tmp_path: Path) -> None:
     first, _ = ranks(2, late, tmp_path / "said")
     assert "rank 0 (pipe 0, data 0, tensor 0) gathers " in first and " s for rank 1 (pipe 0, data 1, tensor 0)" in first
     assert "which is between two calls of the engine, in test_call_order.py:" in first
@@ -213,7 +213,7 @@ def stopped() -> None:
     engine.module(batch(0, grid.data.rank), [0, 1])
 
 
-def test_a_rank_that_answers_nothing_is_named_at_the_time_limit(ranks: Any) -> None:
+def test_a_stopped_rank_is_named_at_the_time_limit(ranks: Any) -> None:
     """The fuzz of faults found it: the other replica was dead, and the message named nobody."""
     with pytest.raises(RankFailure, match=r"waited for the time limit of 3 s for rank 1 \(pipe 0, data 1.*not answer"):
         ranks(2, stopped)

@@ -1,4 +1,4 @@
-"""Each key of ``zero_optimization`` does what it says, and none changes a number."""
+"""Each key of ``zero_optimization`` acts as documented, and none changes a gradient."""
 
 from __future__ import annotations
 
@@ -114,12 +114,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def same(found: Any, wanted: tuple[dict[str, Tensor], dict[str, Tensor]], case: str) -> None:
+def require_equal(found: Any, wanted: tuple[dict[str, Tensor], dict[str, Tensor]], case: str) -> None:
     for mine, theirs in zip(found[:2], wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-13, msg=lambda text: f"{case}: {text}")
 
 
-def test_no_key_changes_a_number_and_each_sends_what_it_says(ranks: Any) -> None:
+def test_zero_keys_change_bytes_sent_but_no_gradients(ranks: Any) -> None:
     wanted = reference()
     model = LAYERS * (WEIGHT + BIAS) * BYTES
     m, ring, layer = MICROBATCHES, (REPLICAS - 1) / REPLICAS, model / LAYERS
@@ -146,7 +146,7 @@ def test_no_key_changes_a_number_and_each_sends_what_it_says(ranks: Any) -> None
     }
     for found in ranks(REPLICAS, trained, (1, REPLICAS, 1), [(zero, {}) for zero in CASES.values()]):
         for case, one in zip(CASES, found, strict=True):
-            same(one, wanted, case)
+            require_equal(one, wanted, case)
             _, _, sent, formula, _ = one
             if case in sends:
                 scatter, gather, reduced, cast = sends[case]
@@ -165,14 +165,14 @@ def test_no_key_changes_a_number_and_each_sends_what_it_says(ranks: Any) -> None
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_reducing_once_in_a_pipeline(ranks: Any, schedule: str) -> None:
-    """Also with split backward passes; in bf16 the sum over microbatches is in fp32."""
+def test_reducing_once_per_step_in_a_pipeline_equals_plain_pytorch(ranks: Any, schedule: str) -> None:
+    """Split backward passes are included; in bf16 the sum over microbatches is in fp32."""
     wanted = reference()
     config = {"pipeline": {"schedule": schedule}}
     cases = [({**CASES[case]}, config) for case in ("2 once", "3 once", "3 kept once", "3 with whole biases")]
     for found in ranks(4, trained, (2, 2, 1), cases):
         for case, one in zip(cases, found, strict=True):
-            same(one, wanted, str(case))
+            require_equal(one, wanted, str(case))
 
 
 def events(zero: dict[str, Any]) -> list[str]:
@@ -201,7 +201,7 @@ def events(zero: dict[str, Any]) -> list[str]:
     return calls
 
 
-def test_how_far_weights_are_gathered_ahead(ranks: Any) -> None:
+def test_prefetch_keys_set_how_many_layers_are_gathered_ahead(ranks: Any) -> None:
     layer = WEIGHT + BIAS
     for zero, wanted in (
         ({}, ["gather 0", "gather 1", "run 0, 2 whole", "gather 2", "run 1, 2 whole"]),
@@ -243,7 +243,7 @@ def overlapping(zero: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("stage", "kinds"), [(0, {"all_reduce"}), (1, {"reduce_scatter"}), (3, {"all_gather"})])
-def test_collectives_overlap_with_the_backward_pass_or_do_not(ranks: Any, stage: int, kinds: set[str]) -> None:
+def test_overlap_comm_overlaps_collectives_with_backward(ranks: Any, stage: int, kinds: set[str]) -> None:
     for overlap in (True, False):
         for during, trace in ranks(REPLICAS, overlapping, {"stage": stage, "overlap_comm": overlap}):
             assert during and all(ordered for *_, ordered in during)
@@ -261,9 +261,9 @@ def unused(strict: bool) -> str:
     return error_text(lambda: made.train_batch(data(grid)), RuntimeError)
 
 
-def test_an_unused_parameter_is_an_error_where_it_was_to_be(ranks: Any) -> None:
-    assert ranks(REPLICAS, unused, False) == ["no error"] * REPLICAS
-    for message in ranks(REPLICAS, unused, True):
+def test_unused_parameters_are_an_error_if_not_ignored(ranks: Any) -> None:
+    assert ranks(REPLICAS, unused, strict=False) == ["no error"] * REPLICAS
+    for message in ranks(REPLICAS, unused, strict=True):
         assert "1 parameters got no gradient in this step: layers.1.idle" in message
         assert "allow_unused" in message
 
@@ -292,13 +292,13 @@ def at_once(size: int | str) -> int:
     return most[0]
 
 
-def test_new_weights_come_so_many_at_a_time(ranks: Any) -> None:
+def test_allgather_bucket_size_limits_gathers_in_flight(ranks: Any) -> None:
     buckets = 2 * LAYERS  # a weight fills one; the biases between them have their own
     for size, wanted in (("auto", range(4, buckets + 1)), (2 * WEIGHT, range(2, 4)), (0, range(1, 2))):
         assert all(most in wanted for most in ranks(REPLICAS, at_once, size)), size
 
 
-def test_auto_and_what_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_values_resolve_and_keys_without_effect_warn(caplog: pytest.LogCaptureFixture) -> None:
     huge = {"stage": 3, "reduce_bucket_size": "auto", "stage3_max_live_parameters": 1e9, "overlap_comm": True}
     huge |= {"stage3_prefetch_bucket_size": "auto", "stage3_gather_16bit_weights_on_model_save": True}
     zero = read_config({"train_batch_size": 1, "zero_optimization": huge}).zero_optimization

@@ -1,4 +1,4 @@
-"""A backward pass that fails on every replica, as for want of memory: the step is left out, and training goes on."""
+"""A backward pass that fails on every replica, such as out of memory: the step is skipped and training continues."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def goes_on(stage: int) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_pass_that_fails_on_every_replica_is_left_out(ranks: Any, stage: int) -> None:
+def test_a_backward_pass_that_failed_everywhere_is_left_out(ranks: Any, stage: int) -> None:
     """Reductions and gathers that had begun were dropped, and the next step took their messages or hung."""
     model = blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -175,7 +175,7 @@ def refusals(cases: list[Any]) -> list[str]:
     return [error_text(partial(job, *arguments), ConfigError) for job, *arguments in cases]
 
 
-def same(found: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> None:
+def require_equal(found: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -183,13 +183,13 @@ RESUMES: list[Resume] = [((0, 0), (3, 0)), ((3, 0), (1, 0)), ((2, 0), (0, 0)), (
 
 
 @pytest.mark.parametrize("kind", [*ELEMENTS, torch.optim.Adagrad], ids=lambda kind: kind.__name__)
-def test_numbers_of_every_kind_are_kept_and_resumed(ranks: Any, kind: Any, tmp_path: Path) -> None:
+def test_foreign_optimizers_train_and_resume_as_plain_pytorch(ranks: Any, kind: Any, tmp_path: Path) -> None:
     """Counters of groups were reset in each step, and lost by a resume; so were those of the object."""
     make = partial(kind, lr=0.05)
     wanted = reference(make)
     for runs in ranks(2, every_way, make, RESUMES, range(4), tmp_path):
         for found in runs:
-            same(found, wanted)
+            require_equal(found, wanted)
 
 
 def last_layer_apart(engine: Any) -> list[dict[str, Any]]:
@@ -217,27 +217,27 @@ def in_groups(pipe: int, folder: str, half: bool) -> dict[str, Tensor]:
     return train(engine, range(STEPS // 2, STEPS))
 
 
-def test_a_group_that_only_some_stages_have(ranks: Any, tmp_path: Path) -> None:
+def test_a_parameter_group_of_one_stage_only_is_resumed(ranks: Any, tmp_path: Path) -> None:
     """The first rank has no tensor of a group, and its count, 0, went into the checkpoint's header."""
     model = Plain()
     first, last = list(model.parameters())[:4], list(model.parameters())[4:]
     batches, groups = [[samples(step)] for step in range(STEPS)], [{"params": first}, {"params": last, "lr": 0.1}]
     wanted = train_plain(model, CountsWhereItSteps, batches, parameters=groups)[-1].weights
-    ranks(2, in_groups, 2, str(tmp_path / "a"), True)
+    ranks(2, in_groups, 2, str(tmp_path / "a"), half=True)
     for pipe in (1, 2):
-        for found in ranks(2, in_groups, pipe, str(tmp_path / "a"), False):
-            same([found], [wanted])
+        for found in ranks(2, in_groups, pipe, str(tmp_path / "a"), half=False):
+            require_equal([found], [wanted])
 
 
 @pytest.mark.parametrize("kind", [*WHOLE, *MODEL], ids=lambda kind: kind.__name__)
-def test_what_no_flat_shard_can_hold_steps_whole_or_is_refused(ranks: Any, kind: Any, tmp_path: Path) -> None:
+def test_optimizers_of_whole_tensors_need_stage_0(ranks: Any, kind: Any, tmp_path: Path) -> None:
     """A number for each block, row or tensor was wrong from stage 0 on, without a word."""
     whole = kind in WHOLE
     wanted = reference(kind)
     resumes: list[Resume] = [((0, 0), (0, 0)), ((0, 2 if whole else 1), (0, 1))]
     for runs in ranks(2, every_way, kind, resumes, range(1), tmp_path):
         for found in runs:
-            same(found, wanted)
+            require_equal(found, wanted)
     cases: list[Any] = [(new_engine, kind, stage, pipe) for stage in (1, 2, 3) for pipe in (0, 1)]
     cases += [(sharded, kind, stage) for stage in (1, 2, 3)] + [(new_engine, kind, 0, 2)] * (not whole)
     for texts in ranks(2, refusals, cases):
@@ -249,7 +249,7 @@ def test_what_no_flat_shard_can_hold_steps_whole_or_is_refused(ranks: Any, kind:
 
 
 @pytest.mark.parametrize(("kind", "words"), REFUSED.items(), ids=lambda each: getattr(each, "__name__", ""))
-def test_what_cannot_be_resumed_or_stepped_is_refused_at_once(kind: Any, words: str) -> None:
+def test_unsupported_optimizers_are_refused_when_engines_start(kind: Any, words: str) -> None:
     for text in refusals([(new_engine, kind, 0, 0), (new_engine, kind, 1, 1), (sharded, kind, 2)]):
         assert words in text
 
@@ -262,7 +262,7 @@ def test_random_updates_run_on_one_process_only(ranks: Any) -> None:
     torch.manual_seed(7)
     engine = new_engine(Draws, 0, 0)  # the trial leaves the generator as it was
     found = train(engine, range(STEPS))
-    same([found], wanted[1:])
+    require_equal([found], wanted[1:])
 
 
 class Once(Foreign):
@@ -276,13 +276,13 @@ class Once(Foreign):
         p.sub_(g.sign() if self.sign else g, alpha=group["lr"])
 
 
-def test_settings_of_an_instance_are_kept() -> None:
+def test_an_optimizer_instance_keeps_its_settings() -> None:
     model = Plain()
     engine = triax.Engine(model, optimizer=Once(model.parameters(), sign=True), batch=BATCH)
-    same([train(engine, range(STEPS))], reference(partial(Once, sign=True))[1:])
+    require_equal([train(engine, range(STEPS))], reference(partial(Once, sign=True))[1:])
 
 
-def test_a_schedule_of_the_users_optimizer_leaves_what_is_counted() -> None:
+def test_a_users_lr_schedule_keeps_the_optimizers_counters() -> None:
     """Each step of the schedule wrote the user's groups, with a count of 0, over those of the engine."""
     model, plain = Plain(), Plain()
     found, wanted = CountsInGroup(model.parameters()), CountsInGroup(plain.parameters())
@@ -296,12 +296,12 @@ def test_a_schedule_of_the_users_optimizer_leaves_what_is_counted() -> None:
         mean_loss(plain(x), y).backward()
         wanted.step()
         its.step()
-    same([train(engine, range(STEPS))], [dict(plain.named_parameters())])
+    require_equal([train(engine, range(STEPS))], [dict(plain.named_parameters())])
     assert engine.optimizer is not None and engine.optimizer.param_groups[0]["n"] == STEPS
 
 
 @pytest.mark.parametrize("optimizer", [ScheduleFree, torch.optim.AdamW, Draws])
-def test_the_trial_leaves_random_numbers(optimizer: Any) -> None:
+def test_the_trial_of_an_optimizer_keeps_the_random_state(optimizer: Any) -> None:
     model = Plain()
     state = torch.get_rng_state()
     triax.Engine(model, optimizer=optimizer, batch=BATCH, zero=0)

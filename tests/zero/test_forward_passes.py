@@ -61,7 +61,7 @@ CELLS: list[tuple[Act, PassState, PassState]] = [
 
 
 @pytest.mark.parametrize(("act", "before", "after"), CELLS)
-def test_each_cell_of_the_table(act: Act, before: PassState, after: PassState) -> None:
+def test_each_act_on_a_forward_pass_leads_to_the_tables_state(act: Act, before: PassState, after: PassState) -> None:
     passes, forward = ForwardPasses(expected=1), ForwardPass()
     forward.begun = [0]
     for step in WAYS[before]:
@@ -73,7 +73,7 @@ def test_each_cell_of_the_table(act: Act, before: PassState, after: PassState) -
     assert passes.runs(0) == (after in (WAITING, REACHED, UNEXPECTED))
 
 
-def test_no_more_passes_wait_than_a_step_has() -> None:
+def test_at_most_as_many_passes_wait_as_a_step_expects() -> None:
     passes, forwards = ForwardPasses(expected=2), [ForwardPass() for _ in range(3)]
     for forward in forwards:
         end(passes, forward)
@@ -105,7 +105,7 @@ def states_in_a_step() -> list[list[str]]:
     return found
 
 
-def test_states_in_a_step(ranks: Any) -> None:
+def test_two_forward_passes_of_a_step_have_the_expected_states(ranks: Any) -> None:
     wanted = [
         ["WAITING", "WAITING"],
         ["WAITING", "WAITING"],  # at the loss, before an output of a unit

@@ -80,7 +80,7 @@ def lent(sizes: tuple[int, int, int], stage: int) -> Any:
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 1)])
-def test_lent_parameters_are_whole_and_what_is_written_stays(ranks: Any, sizes: tuple[int, int, int]) -> None:
+def test_gathered_parameters_are_whole_and_keep_written_values(ranks: Any, sizes: tuple[int, int, int]) -> None:
     for stage in range(4):
         held = 4 * (WIDTH * WIDTH + WIDTH) * 8 // sizes[0]
         for shards in ranks(sizes[0] * sizes[1], lent, sizes, stage):
@@ -115,11 +115,11 @@ def mastered(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_masters_follow_what_was_written_and_keep_what_was_not(ranks: Any, stage: int) -> None:
+def test_masters_change_only_for_parameters_written_in_gathered(ranks: Any, stage: int) -> None:
     ranks(2, mastered, stage)
 
 
-def test_a_parameter_of_another_tree_is_refused() -> None:
+def test_gathered_refuses_parameters_without_an_engine() -> None:
     made = engine(Grid(), 3)
     with (
         pytest.raises(ValueError, match=r"parameter 1 of \(6,\) belongs to no engine"),
@@ -251,7 +251,7 @@ def read_by_numpy() -> list[dict[str, Tensor]]:
 
 
 def test_weights_may_be_read_by_numpy(ranks: Any) -> None:
-    """It fixes the size of their storage, and leaving `gathered` raised, as did every forward after it."""
+    """numpy fixes the size of a weight's storage: leaving `gathered` raised, as did every forward pass after it."""
     wanted = plainly(2)
     for found in ranks(2, read_by_numpy):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
@@ -262,7 +262,7 @@ OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device":
 
 
 @pytest.mark.parametrize("zero", [{}, {"stage3_keep_gathered": True}, PLUS, OFFLOADED])
-def test_what_is_lent_stays_whole_whatever_runs(ranks: Any, zero: dict[str, Any]) -> None:
+def test_gathered_weights_stay_whole_while_the_engine_runs(ranks: Any, zero: dict[str, Any]) -> None:
     wanted = plainly(3)
     for found in ranks(2, run_within, zero):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
@@ -287,7 +287,7 @@ def pipeline_within(sizes: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 1)])
-def test_a_pipeline_runs_on_what_is_lent(ranks: Any, sizes: tuple[int, int, int]) -> None:
+def test_a_pipeline_trains_and_evaluates_inside_whole_weights(ranks: Any, sizes: tuple[int, int, int]) -> None:
     ranks(sizes[0] * sizes[1], pipeline_within, sizes)
 
 
@@ -343,7 +343,7 @@ def scripts_of_deepspeed(how: str) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("how", ["module", "pipeline", "plain loop"])
-def test_a_model_saved_as_scripts_for_deepspeed_do_is_whole(ranks: Any, how: str) -> None:
+def test_models_saved_as_in_deepspeed_scripts_are_whole(ranks: Any, how: str) -> None:
     """`module.state_dict()` in stage 3 gave NaN without a word, and so did a script that asks for `ds_id`."""
     for whole, *others in ranks(2, scripts_of_deepspeed, how):
         if how != "pipeline":
@@ -374,8 +374,8 @@ def assigned(half: bool) -> None:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_values_assigned_within_gathered_stay(ranks: Any, half: bool) -> None:
-    """They were written to the gathered weights alone, and lost when these were released."""
+def test_values_assigned_inside_gathered_are_kept(ranks: Any, half: bool) -> None:
+    """Assigned values were written to the gathered weights only, and lost when these were released."""
     ranks(2, assigned, half)
 
 
@@ -423,7 +423,7 @@ def states_with_more(sizes: dict[str, Any], stage: int, folder: str) -> list[dic
 
 @pytest.mark.parametrize(("sizes", "stage"), [({"data": 2}, 1), ({"data": 2}, 3), ({"tensor": 2}, 0)], ids=str)
 def test_state_dicts_have_the_modules_extra_state(ranks: Any, tmp_path: Any, sizes: Any, stage: int) -> None:
-    """They failed on a value that is no tensor."""
+    """State dicts failed on an extra state that is no tensor."""
     plain = counting()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     plain(torch.ones(4, WIDTH, dtype=torch.float64)).square().mean().backward()

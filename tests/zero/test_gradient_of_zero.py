@@ -69,8 +69,10 @@ def trained(act: Callable[[Gated], None], stage: int | None) -> dict[str, Tensor
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("act", [nothing, read])
-def test_the_step_is_that_of_plain_pytorch(ranks: Any, act: Callable[[Gated], None], stage: int) -> None:
-    plain = trained(act, None)
+def test_a_zero_gradient_of_one_replica_steps_as_plain_pytorch(
+    ranks: Any, act: Callable[[Gated], None], stage: int
+) -> None:
+    plain = trained(act, stage=None)
     assert not torch.equal(plain["gate"], torch.ones(4)) and torch.equal(plain["never"], torch.ones(4).double())
     for weights in ranks(2, trained, act, stage):
         same(weights, plain)
@@ -81,5 +83,5 @@ def refused() -> str:
 
 
 def test_a_change_that_one_replica_skips_is_refused(ranks: Any) -> None:
-    """It sees None after the read, and another replica zeros."""
+    """The replica without a gradient sees None after the read, and the other replica sees zeros."""
     assert all("was changed differently on different replicas" in message for message in ranks(2, refused))

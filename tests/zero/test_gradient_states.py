@@ -97,7 +97,7 @@ def optimizer_of(grid: Grid, passes: int, stage: int = 0) -> tuple[Any, nn.Seque
     return made, module
 
 
-def walk() -> list[str]:
+def wrong_transitions() -> list[str]:
     """Cause each event in each state; return the cells in which the next state is not the table's."""
     optimizer, _ = optimizer_of(Grid(timeout=60), passes=2)
     gradient = OneGradient(optimizer.backward_passes.data_axis.buckets[0])
@@ -113,8 +113,8 @@ def walk() -> list[str]:
     return wrong
 
 
-def test_each_event_leads_from_each_state_to_the_tables(ranks: Any) -> None:
-    assert ranks(2, walk) == [[], []]
+def test_each_event_in_each_state_leads_to_the_tables_state(ranks: Any) -> None:
+    assert ranks(2, wrong_transitions) == [[], []]
 
 
 ONES = torch.ones(5, 3, dtype=torch.float64)  # the gradient of the last bias is 5 in each pass
@@ -161,7 +161,7 @@ def test_a_gradient_assigned_between_two_passes_is_refused() -> None:
         module(ONES).sum().backward()
 
 
-def test_step_takes_gradients_that_user_code_changed_last() -> None:
+def test_step_uses_gradients_changed_by_user_code() -> None:
     optimizer, module = optimizer_of(Grid(), passes=2)
     parameters = dict(module.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}

@@ -1,4 +1,4 @@
-"""Parameters that are frozen or without a gradient in some steps: their step counts stand still, as under torch."""
+"""Parameters that are frozen or without a gradient in some steps: their step counts do not grow, as in torch."""
 
 from __future__ import annotations
 
@@ -140,29 +140,29 @@ def looped(stage: int, name: str) -> dict[str, Tensor]:
         return {key: value.clone() for key, value in model.state_dict().items()}
 
 
-def same(everywhere: list[list[dict[str, Tensor]]], wanted: dict[str, Tensor]) -> None:
+def require_equal(everywhere: list[list[dict[str, Tensor]]], wanted: dict[str, Tensor]) -> None:
     """Compare what each rank found in each stage or place."""
     for found in everywhere:
         torch.testing.assert_close(found, [wanted] * len(found), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_parameter_that_stands_still_counts_no_step(ranks: Any, name: str) -> None:
-    same(ranks(2, every_place, name, None), plainly(2, name))
+def test_a_parameter_without_a_gradient_counts_no_step(ranks: Any, name: str) -> None:
+    require_equal(ranks(2, every_place, name, folder=None), plainly(2, name))
 
 
 @pytest.mark.parametrize(("size", "name"), [(1, "Adam"), (2, "Adam"), (2, "NAdam"), (1, "SGD"), (2, "SGD")])
-def test_checkpoints_keep_each_parameters_count(ranks: Any, tmp_path: Path, size: int, name: str) -> None:
-    same(ranks(size, every_place, name, tmp_path), plainly(size, name))
+def test_checkpoints_keep_the_step_count_of_each_parameter(ranks: Any, tmp_path: Path, size: int, name: str) -> None:
+    require_equal(ranks(size, every_place, name, tmp_path), plainly(size, name))
 
 
 def test_a_plain_loop_counts_the_steps_of_each_parameter(ranks: Any) -> None:
     for name in ("Adam", "SGD"):
-        same(ranks(2, every_loop, name), plainly(2, name))
+        require_equal(ranks(2, every_loop, name), plainly(2, name))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 4])
-def test_counts_on_other_numbers_of_ranks(ranks: Any, tmp_path: Path, size: int) -> None:
+def test_step_counts_are_right_on_1_and_4_ranks(ranks: Any, tmp_path: Path, size: int) -> None:
     for name in OPTIMIZERS:
-        same(ranks(size, every_place, name, tmp_path / name), plainly(size, name))
+        require_equal(ranks(size, every_place, name, tmp_path / name), plainly(size, name))

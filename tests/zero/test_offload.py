@@ -1,4 +1,4 @@
-"""Offload: the same numbers as without it, the resident set of a run, and errors before the first step."""
+"""Offload: it changes no number; resident memory of a run; errors before the first step."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ class _Range:
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 10, 100])
-def test_sub_groups_cut_and_put_together(size: int) -> None:
+def test_sub_groups_cover_each_element_once_in_order(size: int) -> None:
     buckets: Any = [_Range(n) for n in (5, 0, 1, 13)]
     groups = list(sub_groups(buckets, size))
     assert all(sum(piece.stop - piece.start for piece in pieces) == size for pieces in groups[:-1])
@@ -415,7 +415,7 @@ def refused(zero: dict[str, Any], victim: int, limit: int | None) -> str:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_without_room_to_offload_stops_all_ranks(ranks: Any, victim: int, tmp_path: Path) -> None:
     zero = {"stage": 2, "offload_optimizer": nvme(tmp_path)}
-    said = ranks(2, refused, zero, victim, None)
+    said = ranks(2, refused, zero, victim, limit=None)
     assert said[0] == said[1] and f"rank {victim}" in said[0]
     assert "nothing can be offloaded to missing: No such file or directory; set nvme_path" in said[0]
     said = ranks(2, refused, zero, victim, 8192)

@@ -1,4 +1,4 @@
-"""A backward pass that gives no gradient, to some parameters or to all, keeps the gradients of the passes before it."""
+"""A backward pass without gradients, of some or all parameters, keeps the gradients of earlier passes."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ def every_loop() -> dict[tuple[Any, ...], list[str]]:
     return {case: wrong for case in cases if (wrong := loop(*case[1:], LOOPS[case[0]]))}
 
 
-def test_a_pass_without_a_gradient_keeps_those_before_it(ranks: Any) -> None:
+def test_a_backward_pass_without_gradients_keeps_earlier_ones(ranks: Any) -> None:
     for wrong in (*ranks(1, every_loop), *ranks(2, every_loop, timeout=120)):
         assert not wrong

@@ -1,4 +1,4 @@
-"""Stage 3 beside code that uses weights: hooks, writes in a forward pass, losses, averages and copies of the model."""
+"""Stage 3 with code that uses weights: hooks, writes in a forward pass, losses, averages and copies of the model."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def trained() -> list[dict[str, Tensor]]:
     return found
 
 
-def test_modules_that_compute_their_weights_or_take_objects(ranks: Any) -> None:
+def test_weight_norm_and_packed_inputs_train_in_stage_3(ranks: Any) -> None:
     """Hooks of a unit saw released weights: NaN. Packed sequences failed, and outputs of a class were refused."""
     everything = ranks(2, trained)
     for index, kind in enumerate(KINDS):
@@ -171,7 +171,7 @@ def written(kind: str) -> str:
 
 @pytest.mark.parametrize(("kind", "name"), [("max_norm", "embedding.weight"), *((kind, "weight") for kind in WRITES)])
 def test_a_write_to_a_weight_in_the_forward_pass_is_refused(ranks: Any, kind: str, name: str) -> None:
-    """It was lost without a word when the weight was released."""
+    """Such a write was lost without an error when the weight was released."""
     for message in ranks(2, written, kind):
         assert f"{name} was written in place while its module ran" in message
         assert "within triax.zero.gathered(parameters, modifier_rank=0)" in message
@@ -219,5 +219,5 @@ def used() -> None:
     train(engine, 1)  # and the model trains on
 
 
-def test_a_released_weight_names_itself_where_it_is_used(ranks: Any) -> None:
+def test_an_error_names_a_released_weight_that_is_used(ranks: Any) -> None:
     ranks(2, used)

@@ -1,4 +1,4 @@
-"""A backward pass after the step's gradients were reduced, as code that read them needed: both passes count once."""
+"""A backward pass after user code read reduced gradients: both passes count once."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ def wrong_cases(tensor: int) -> list[Any]:
     ]
 
 
-def test_a_pass_after_a_reduction_counts_once(ranks: Any) -> None:
+def test_a_backward_pass_after_a_reduction_counts_once(ranks: Any) -> None:
     for size, tensor in ((1, 1), (2, 1), (2, 2), (4, 2)):
         assert ranks(size, wrong_cases, tensor) == [[]] * size

@@ -26,7 +26,7 @@ def require_equal(ranks: Any, cells: list[Cell]) -> None:
     assert not lines, "\n".join(lines[:20])
 
 
-def test_groups_of_four_replicas_give_the_numbers_of_one_process(ranks: Any) -> None:
+def test_shard_groups_of_four_replicas_equal_one_process(ranks: Any) -> None:
     cells = [
         (TIED, Place(data=4, expert=expert, stage=stage, microbatches=2, shard_size=size))
         for stage, size, expert in [(1, 2, 2), (2, 2, 1), (3, 2, 2), (3, 1, 1), (2, 1, 4), (3, 4, 2)]
@@ -34,7 +34,7 @@ def test_groups_of_four_replicas_give_the_numbers_of_one_process(ranks: Any) -> 
     require_equal(ranks, cells)
 
 
-def test_groups_give_the_numbers_of_one_process_on_eight_ranks(ranks: Any) -> None:
+def test_shard_groups_on_eight_ranks_equal_one_process(ranks: Any) -> None:
     cells = [
         (Job(), Place(pipe=2, data=4, stage=3, schedule="zb-v", microbatches=2, shard_size=2)),
         (TIED, Place(pipe=2, data=4, stage=2, schedule="1f1b", microbatches=4, shard_size=2)),
@@ -115,7 +115,7 @@ def reports(zero: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_groups_send_and_hold_the_bytes_of_the_formulas(ranks: Any, stage: int) -> None:
+def test_shard_groups_send_and_hold_the_bytes_of_the_formulas(ranks: Any, stage: int) -> None:
     zero = {"stage": stage, "shard_size": 2, "bucket_size": 2**22}
     weights = 8 * sum(p.numel() for p in tiny_gpt(Grid()).parameters())
     for traffic, memory in ranks(4, reports, zero):
@@ -178,7 +178,7 @@ def refused(zero: dict[str, Any]) -> str:
         ({"stage": 2, "shard_size": 2, "quantized_gradients": True}, "leave one of them out"),
     ],
 )
-def test_groups_that_do_not_fit_are_refused(ranks: Any, zero: dict[str, Any], words: str) -> None:
+def test_shard_groups_that_do_not_fit_are_refused(ranks: Any, zero: dict[str, Any], words: str) -> None:
     assert all(words in text for text in ranks(4, refused, zero))
 
 
@@ -211,6 +211,6 @@ def plain_loop(stage: int, size: int | None) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sharded_optimizer_steps_groups_as_one_process(ranks: Any, stage: int) -> None:
-    wanted = plain_loop(1, None)
+    wanted = plain_loop(1, size=None)
     for weights in ranks(4, plain_loop, stage, 2):
         torch.testing.assert_close(weights, wanted, rtol=1e-10, atol=1e-12)

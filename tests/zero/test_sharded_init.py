@@ -1,4 +1,4 @@
-"""zero/sharded_init.py: models built in shards have the values of models built whole, and no rank holds them whole."""
+"""Models built in shards have the values of models built whole, and no rank holds a whole model."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Storages(TorchDispatchMode):
         self.now -= size
 
 
-def compare() -> tuple[int, int, int]:
+def compare_with_whole_model() -> tuple[int, int, int]:
     """Compare a model built in shards with one built whole; return bytes: held, the peak, and those of the whole."""
     grid = Grid()
     whole, drawn = build(width=128)
@@ -128,8 +128,8 @@ def compare() -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_values_and_memory_of_a_model_built_in_shards(ranks: Any, size: int) -> None:
-    for held, peak, whole in ranks(size, compare):
+def test_a_model_built_in_shards_holds_its_share_of_bytes(ranks: Any, size: int) -> None:
+    for held, peak, whole in ranks(size, compare_with_whole_model):
         assert whole / size <= held + 8 <= whole / size * 1.03  # the integer stays whole; shards are padded
         if size == 4:
             assert peak < 0.75 * whole, (held, peak, whole)
@@ -224,7 +224,7 @@ def trained(stage: int, folder: str, built: str) -> None:
         torch.testing.assert_close(weights[name].to(parameter.dtype), parameter, rtol=1e-10, atol=1e-12)
 
 
-def test_initialize_takes_the_shards_over(ranks: Any, tmp_path: Path) -> None:
+def test_initialize_uses_a_model_built_in_shards(ranks: Any, tmp_path: Path) -> None:
     ranks(2, trained, 3, str(tmp_path), "shards")
 
 
@@ -232,7 +232,7 @@ def test_initialize_takes_the_shards_over(ranks: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("built", ["shards", "ready", "offloaded"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", [1, 4])
-def test_initialize_takes_the_shards_over_everywhere(
+def test_initialize_uses_models_built_in_shards_in_every_stage(
     ranks: Any, tmp_path: Path, size: int, stage: int, built: str
 ) -> None:
     ranks(size, trained, stage, str(tmp_path), built)
@@ -295,7 +295,7 @@ def test_external_parameters_are_gathered_where_registered(ranks: Any) -> None:
         deepspeed.zero.unregister_external_parameter(module, parameter)
 
 
-def test_leaf_modules_are_one_unit() -> None:
+def test_z3_leaf_modules_are_one_unit() -> None:
     def units() -> list[str]:
         return [name for name, _ in find_units(model)]
 

@@ -162,7 +162,7 @@ def beside_ddp(passes: int, redundancy: bool) -> float:
 
 
 @pytest.mark.parametrize(("replicas", "passes", "redundancy"), [(2, 1, False), (2, 2, False), (4, 1, True)])
-def test_it_trains_as_ddp_does(ranks: Any, replicas: int, passes: int, redundancy: bool) -> None:
+def test_a_sharded_optimizer_trains_as_ddp(ranks: Any, replicas: int, passes: int, redundancy: bool) -> None:
     assert max(ranks(replicas, beside_ddp, passes, redundancy)) < 1e-12
 
 
@@ -194,7 +194,7 @@ def odd_passes(stage: int) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_replicas_may_have_unlike_numbers_of_backward_passes(ranks: Any, stage: int) -> None:
+def test_replicas_may_skip_backward_passes_of_a_step(ranks: Any, stage: int) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wanted = []
@@ -349,7 +349,7 @@ def torch_copy(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_its_state_is_saved_and_loaded(ranks: Any, half: bool) -> None:
+def test_a_sharded_optimizer_resumes_bitwise_from_its_state_dict(ranks: Any, half: bool) -> None:
     for stage in range(4):
         assert all(ranks(2, resumed, stage, half))
 
@@ -375,7 +375,7 @@ def momentum_pair(**parameters: Tensor) -> ShardedOptimizer:
     return optimizer
 
 
-def test_saved_state_is_loaded_bit_by_bit_to_its_own_names() -> None:
+def test_saved_state_is_loaded_bitwise_by_parameter_name() -> None:
     """Momentum in fp32 came back rounded to bf16, and parameters in another order got each other's."""
     a, b = torch.randn(2, 9, generator=torch.Generator().manual_seed(0))
     state = torch_copy(momentum_pair(a=a, b=b).state_dict())

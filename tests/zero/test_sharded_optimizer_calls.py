@@ -22,7 +22,7 @@ from support.readme_blocks import block_of
 from support.sharded_loops import WIDTH, Net, backward, microbatch, net, sharded_sgd
 
 
-def test_a_modules_zero_grad_counts_too() -> None:
+def test_zero_grad_of_a_module_discards_earlier_gradients() -> None:
     """``module.zero_grad()`` replaces the gradients' tensors; nothing is lost, and nothing old is kept."""
     for stage in (0, 1):
         model, wanted = net(), net()
@@ -170,7 +170,7 @@ def test_torchs_schedulers_drive_a_sharded_optimizer(which: int) -> None:
 
 
 def test_the_sharded_optimizers_loop_of_the_docs_runs(ranks: Any, tmp_path: Path) -> None:
-    """Under torchrun's environment, in processes that have torch already; torchrun itself is in the sweep."""
+    """It runs in torchrun's environment, in processes with torch imported; torchrun itself is an exhaustive test."""
     (tmp_path / "plain.py").write_text(block_of("zero.md", "# plain.py"))
     said = ranks(2, program, ["plain.py"], str(tmp_path), init_group=False)
     check_documented("".join(said), 2, tmp_path)
@@ -178,7 +178,7 @@ def test_the_sharded_optimizers_loop_of_the_docs_runs(ranks: Any, tmp_path: Path
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_documented_loop_as_launched(processes: int, tmp_path: Path) -> None:
+def test_the_documented_loop_runs_alone_and_under_torchrun(processes: int, tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(block_of("zero.md", "# plain.py"))
     python = [sys.executable] if processes == 1 else [str(Path(sys.executable).parent / "torchrun")]
     options = [] if processes == 1 else ["--standalone", "--nproc-per-node", str(processes)]
@@ -197,7 +197,7 @@ def check_documented(said: str, processes: int, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("optimizer-*.pt"))) == processes
 
 
-def test_the_documented_lending_of_weights_runs() -> None:
+def test_the_documented_program_of_gathered_runs() -> None:
     grid = Grid()
     layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     made = PipelineModule(layers, grid=grid, loss_fn=lambda o, y: (o - y).square().mean())

@@ -90,7 +90,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
-def walk(stage: int) -> list[str]:
+def states_of_a_step(stage: int) -> list[str]:
     walk = Walk(stage)
     for times in (1.0, 0.5):
         walk.train(times)
@@ -115,7 +115,7 @@ def walk(stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2])
-def test_every_row_of_the_table_happens_and_nothing_else(ranks: Any, size: int, stage: int) -> None:
+def test_a_step_goes_through_exactly_the_listed_states(ranks: Any, size: int, stage: int) -> None:
     rows = [row for row in ROWS if size == 1 or row != ("LAST_BEGAN", "OPEN")]
-    for states in ranks(size, walk, stage):
+    for states in ranks(size, states_of_a_step, stage):
         assert sorted(set(pairwise(states))) == sorted(rows), states

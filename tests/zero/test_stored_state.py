@@ -25,8 +25,8 @@ from support.training import assert_steps_equal, microbatches, pipeline_engine, 
 WIDTH, ROWS, STEPS = 256, 8, 3
 
 
-def test_codes_are_those_of_bitsandbytes() -> None:
-    """Except the lowest code: -1 for values of both signs, 1e-7 for squares."""
+def test_stored_state_codes_equal_those_of_bitsandbytes() -> None:
+    """The lowest code differs: -1 for values of both signs, 1e-7 for squares."""
     dynamic_map = pytest.importorskip("bitsandbytes.functional").create_dynamic_map
     for bits, signed, exponents in ((8, True, 7), (8, False, 7), (4, True, 3)):
         found, wanted = code_values(bits, signed), dynamic_map(signed, exponents, bits).unique()  # filled up with zeros
@@ -36,7 +36,7 @@ def test_codes_are_those_of_bitsandbytes() -> None:
 
 @pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("int4", 4)])
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
-def test_state_is_read_as_the_nearest_coded_values(kind: str, bits: int, key: str) -> None:
+def test_stored_state_is_rounded_to_the_nearest_code(kind: str, bits: int, key: str) -> None:
     signed = key == "exp_avg"
     x = torch.randn(10 * BLOCK, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     x = x * torch.logspace(-8, 3, 10 * BLOCK, dtype=torch.float64)
@@ -116,7 +116,7 @@ CELLS: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
-def test_every_grid_and_stage_has_the_bits_of_one_process(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_stored_state_is_bitwise_equal_on_every_grid_and_stage(ranks: Any, tmp_path: Path, kind: str) -> None:
     """Weights and state, in each cell from the start, and after a checkpoint of one process."""
     alone, on_four, later = tmp_path / "alone", tmp_path / "four", tmp_path / "later"
     trained(alone, [(1, kind, {})])
@@ -147,7 +147,7 @@ def gpt_steps(cells: list[tuple[int, int, dict[str, Any]]], kind: Any) -> list[A
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
 def test_a_gpt_with_stored_state_trains_as_on_one_process(ranks: Any, kind: str) -> None:
     [alone] = gpt_steps([(1, 1, {})], kind)
-    [full] = gpt_steps([(1, 1, {})], None)
+    [full] = gpt_steps([(1, 1, {})], kind=None)
     moved = [
         max((value - other.weights[name]).abs().max() for name, value in step.weights.items())
         for step, other in zip(alone, full, strict=True)

@@ -72,7 +72,7 @@ def gathers_tiles() -> tuple[int, int]:
 
 
 def test_tiles_are_gathered_one_after_the_other(ranks: Any) -> None:
-    assert len(find_units(tiled_model(True))) == 1 + 2 * (1 + 6)
+    assert len(find_units(tiled_model(tiled=True))) == 1 + 2 * (1 + 6)
     for most, block in ranks(2, gathers_tiles):
         wide = 3 * WIDTH * (WIDTH + 1)  # of a block; the next one is prefetched, but for its tiles, and the next tile
         assert most <= 2 * (block - wide) + 2 * (WIDTH * WIDTH // 2 + 3 * WIDTH // 2) < 2 * block - wide

@@ -1,4 +1,4 @@
-"""Stage 3 of plain modules: units, when their weights are gathered, ways of calling them; gradients equal torch's."""
+"""Stage 3 of plain modules: which modules are units, when weights are gathered; gradients equal torch's."""
 
 from __future__ import annotations
 
@@ -219,9 +219,9 @@ HOWS = [
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_gradients_are_those_of_torch(ranks: Any, how: str) -> None:
+def test_gradients_of_units_equal_torchs(ranks: Any, how: str) -> None:
     wanted, weights = plain(how, 2)
-    for gradients, found, most, sizes in ranks(2, sharded, how, None):
+    for gradients, found, most, sizes in ranks(2, sharded, how, units=None):
         torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-13)
         torch.testing.assert_close(found, weights, rtol=1e-10, atol=1e-13)
         root, unit = sum(n for layers, n in sizes.items() if 0 in layers), max(sizes.values())
@@ -233,7 +233,7 @@ def test_gradients_are_those_of_torch(ranks: Any, how: str) -> None:
 @pytest.mark.parametrize(
     "units", [[], ["transformer"], ["transformer", "transformer.h.*"], ["transformer.h.[024]", "transformer.h.3.mlp"]]
 )
-def test_any_choice_of_units_trains_the_same(ranks: Any, units: list[str]) -> None:
+def test_every_choice_of_units_trains_as_plain_pytorch(ranks: Any, units: list[str]) -> None:
     """Gathering the whole model, one submodule, units within one, and some blocks with a part of another."""
     wanted, weights = plain("", 2)
     for gradients, found, _, _ in ranks(2, sharded, "", units):
@@ -242,9 +242,9 @@ def test_any_choice_of_units_trains_the_same(ranks: Any, units: list[str]) -> No
 
 
 @pytest.mark.parametrize("how", ["", "penalty", "opaque"])
-def test_units_kept_gathered_train_the_same(ranks: Any, how: str) -> None:
+def test_units_kept_gathered_train_as_plain_pytorch(ranks: Any, how: str) -> None:
     wanted, _ = plain(how, 4)
-    for gradients, _, most, sizes in ranks(4, sharded, how, None, keep=True):
+    for gradients, _, most, sizes in ranks(4, sharded, how, units=None, keep=True):
         torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-13)
         assert most == sum(sizes.values())
 
@@ -285,15 +285,15 @@ def test_the_next_unit_is_fetched_while_one_runs(ranks: Any) -> None:
     n = LAYERS
     forward = ["gather 0", "gather 1", *chain(*([f"gather {i + 1}", f"forward {i}"] for i in range(1, n)))]
     backward = [f"gather {n}", *chain(*([f"gather {i - 1}", f"backward {i}"] for i in range(n, 1, -1)))]
-    for seen, sent, formula in ranks(2, calls, False):
+    for seen, sent, formula in ranks(2, calls, keep=False):
         assert seen == [*forward, f"forward {n}", *backward, "backward 1"]
         assert sent == formula  # gathered forward and backward, and reduced: 3 M; the root is gathered once
-    for seen, sent, formula in ranks(2, calls, True):
+    for seen, sent, formula in ranks(2, calls, keep=True):
         assert [entry for entry in seen if entry.startswith("gather")] == [f"gather {i}" for i in range(n + 1)]
         assert sent == formula
 
 
-def test_which_modules_are_units() -> None:
+def test_find_units_returns_the_expected_modules() -> None:
     made = model()
     names = [name for name, _ in find_units(made)]
     assert names == ["", *(f"transformer.h.{i}" for i in range(LAYERS))]
@@ -331,7 +331,7 @@ def failing_forward() -> Any:
     return {names[p]: g.clone() for p, g in optimizer.gradients()}, whole_bytes(optimizer)
 
 
-def test_a_forward_that_fails_leaves_nothing_behind(ranks: Any) -> None:
+def test_a_failed_forward_releases_its_gathered_weights(ranks: Any) -> None:
     wanted, _ = plain("", 2, steps=1)
     for gradients, whole in ranks(2, failing_forward):
         torch.testing.assert_close(gradients, wanted[0], rtol=1e-10, atol=1e-13)
@@ -349,7 +349,7 @@ def untied() -> Any:
     return {names[p]: g.clone() for p, g in optimizer.gradients()}, whole_bytes(optimizer)
 
 
-def test_a_weight_of_two_units(ranks: Any) -> None:
+def test_a_weight_tied_between_two_units_has_torchs_gradient(ranks: Any) -> None:
     wanted, _ = plain("", 2, steps=1)
     for gradients, whole in ranks(2, untied):
         torch.testing.assert_close(gradients, wanted[0], rtol=1e-10, atol=1e-13)
@@ -424,14 +424,14 @@ def containers() -> dict[str, Tensor]:
         return {n: p.detach().clone() for n, p in made.named_parameters()}
 
 
-def test_what_only_holds_modules_is_no_unit(ranks: Any) -> None:
+def test_modules_without_a_forward_are_no_units(ranks: Any) -> None:
     assert [name for name, _ in find_units(held())] == ["", *HELD_UNITS]
     wanted = train_plain(held(), FAST_SGD, whole_batches(held_inputs, 2, 2), mean_square)[-1].weights
     for found in ranks(2, containers):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
 
 
-def test_what_only_holds_modules_is_refused_by_name() -> None:
+def test_modules_without_a_forward_are_refused_as_units() -> None:
     made = held()
     assert [name for name, _ in find_units(made, ["pairs.*.*", "emp*"])] == ["", *HELD_UNITS[:4]]
     with pytest.raises(ValueError, match=r"pairs.0 is a ModuleList, which has no forward.*: pairs.0.0, pairs.0.1, or "):

@@ -1,4 +1,4 @@
-"""Weights that user code writes in place: kept by the masters that are stepped and saved, or refused by name."""
+"""Weights that user code writes in place: the masters keep them, or they are refused by name."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ def test_masters_keep_what_user_code_writes_to_weights(ranks: Any, size: int) ->
                 torch.testing.assert_close(found, wanted, rtol=0, atol=bound, check_dtype=False)
 
 
-def test_a_state_that_is_saved_has_what_was_written_to_weights(ranks: Any) -> None:
+def test_saved_state_has_the_weights_written_by_user_code(ranks: Any) -> None:
     for stage in range(3):
-        for found in ranks(2, stepped, stage, torch.float32, None, True):
+        for found in ranks(2, stepped, stage, torch.float32, max_norm=None, resumes=True):
             torch.testing.assert_close(found, plainly(2), **near(1e-6))
 
 
-def test_max_norm_acts_on_one_replica(ranks: Any) -> None:
+def test_clipping_weights_to_max_norm_acts_on_one_replica(ranks: Any) -> None:
     torch.testing.assert_close(ranks(1, stepped, 1, torch.float32, 0.5)[0], plainly(1, 0.5), **near(1e-6))
 
 
@@ -210,7 +210,7 @@ def written_before(folder: Path) -> None:
             engine.leave()
 
 
-def test_no_other_call_undoes_what_was_written(ranks: Any, tmp_path: Path) -> None:
+def test_values_written_to_weights_survive_every_engine_call(ranks: Any, tmp_path: Path) -> None:
     ranks(2, written_before, tmp_path)
 
 
@@ -230,12 +230,12 @@ def cases(folder: Path) -> None:
         loaded_and_saved(stage, folder / str(stage))
 
 
-def test_loaded_weights_are_stepped_and_saved(ranks: Any, tmp_path: Path) -> None:
+def test_weights_loaded_into_a_module_are_stepped_and_saved(ranks: Any, tmp_path: Path) -> None:
     ranks(2, cases, tmp_path)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_writes_that_replicas_make_differently_are_refused(ranks: Any, stage: int) -> None:
+def test_weights_written_differently_by_replicas_are_refused(ranks: Any, stage: int) -> None:
     for message in ranks(2, refused, stage, "max_norm"):
         assert "embedding.weight was written in place, and differently on different replicas" in message
     for message in ranks(2, refused, stage, "data"):

@@ -45,7 +45,7 @@ def quantized(x: Array, bits: int) -> Array:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_blocks_are_what_they_are_by_definition(bits: int, dtype: torch.dtype) -> None:
+def test_pack_and_unpack_follow_the_definition_by_blocks(bits: int, dtype: torch.dtype) -> None:
     """Rows of any length, with zeros, and with values that no integer represents."""
     generator = torch.Generator().manual_seed(1)
     most = 2 ** (bits - 1) - 1
@@ -70,7 +70,7 @@ def test_blocks_are_what_they_are_by_definition(bits: int, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_an_overflow_is_not_hidden(bits: int) -> None:
+def test_an_infinity_or_nan_makes_its_quantized_block_nan(bits: int) -> None:
     """An infinity or a NaN makes its block NaN, and leaves the others alone; tiny blocks are zeros."""
     for odd in (math.inf, -math.inf, math.nan):
         x = torch.ones(3 * BLOCK)
@@ -83,7 +83,7 @@ def test_an_overflow_is_not_hidden(bits: int) -> None:
         torch.testing.assert_close(unpack(pack(x, bits), BLOCK, bits, x.dtype), torch.full((BLOCK,), back))
 
 
-def test_what_is_chosen_for_which_weights() -> None:
+def test_zeropp_quantizes_the_weights_that_its_options_choose() -> None:
     frozen = ZeroPlusPlus(frozen=True)
     assert ZeroPlusPlus(weights=True).quantizes(torch.float32, True) and ZeroPlusPlus(weights=True).quantizes(
         torch.bfloat16, False
@@ -92,7 +92,7 @@ def test_what_is_chosen_for_which_weights() -> None:
     assert not any(frozen.quantizes(dtype, False) for dtype in (torch.int8, torch.complex64, torch.float8_e4m3fn))
 
 
-def test_which_ranks_are_on_a_host() -> None:
+def test_equal_runs_counts_neighboring_ranks_of_a_host() -> None:
     two = [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert equal_runs(list("aabbaabb"), two) == 2
     assert equal_runs(list("aaaabbbb"), two) == 4  # a host each: one hop
@@ -146,7 +146,7 @@ def sums(gradients: Array, host: int) -> Array:
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_reduction_in_one_hop_and_in_two(ranks: Any, replicas: int) -> None:
+def test_quantized_reductions_equal_numpy_in_one_and_two_hops(ranks: Any, replicas: int) -> None:
     numel = 600 * replicas
     exact = gradients_of(replicas, numel, torch.float64).sum(0)
     for rank, found in enumerate(ranks(replicas, reduced_over, numel)):
@@ -256,7 +256,7 @@ _WAYS: list[tuple[tuple[int, int, int], list[tuple[dict[str, Any], dict[str, Any
 
 
 @pytest.mark.parametrize(("shape", "cases"), _WAYS, ids=["2", "2 offloaded", "4", "2x2"])
-def test_steps_are_those_of_one_process_that_quantises(ranks: Any, shape: Any, cases: Any) -> None:
+def test_zeropp_steps_equal_one_process_that_quantizes(ranks: Any, shape: Any, cases: Any) -> None:
     """Compare in float64 to 1e-10: weights, equal on all replicas; masters, never rounded; reduced gradients."""
     every = ranks(math.prod(shape), trained, shape, cases)
     for at, (zero, _) in enumerate(cases):
@@ -274,7 +274,7 @@ def test_steps_are_those_of_one_process_that_quantises(ranks: Any, shape: Any, c
                 assert not torch.equal(seen["0"], got["layers.0.linear.weight"])
 
 
-def test_secondary_shards_change_no_bit(ranks: Any) -> None:
+def test_secondary_shards_change_no_weight_or_gradient(ranks: Any) -> None:
     """hpZ alone changes no number, also with all layers recomputed."""
     again = {"activation_checkpointing": {"interval": 1}}
     cases = [(PLAIN, {}), ({**PLAIN, HPZ: 2}, {}), ({**PLAIN, HPZ: 4}, {}), (PLAIN, again), ({**PLAIN, HPZ: 2}, again)]
@@ -308,7 +308,7 @@ def accounted(zero: dict[str, Any], config: dict[str, Any], frozen: bool = False
     return engine.traffic_report(), engine.memory_report()
 
 
-def test_bytes_are_counted_as_sent(ranks: Any) -> None:
+def test_zeropp_bytes_sent_equal_the_count_by_hand(ranks: Any) -> None:
     """Compare the bytes of a step of 3 microbatches on 4 replicas in fp32, computed by hand, with count and formula."""
     m, n, layer = 3, WEIGHTS // 4, SIDE * SIDE // 4  # microbatches; a shard; a layer's shard
     gathers = 2 * m * DEEP - (m - 1)  # the first layer stays whole from a backward pass to the next forward
@@ -346,7 +346,7 @@ def test_bytes_are_counted_as_sent(ranks: Any) -> None:
                 assert memory["held"]["parameters"] == memory["formula"]["parameters"] == 4 * n
 
 
-def test_what_is_not_trained_may_travel_in_8_bits_alone(ranks: Any) -> None:
+def test_frozen_weights_can_be_sent_in_8_bits_alone(ranks: Any) -> None:
     layer = SIDE * SIDE // 4
     for key in ("zero_quantized_nontrainable_weights", QWZ):
         eight, whole = packed_bytes(layer, 8, torch.bfloat16), 2 * layer

@@ -69,7 +69,7 @@ def learned(shape: tuple[int, int, int], steps: int, zero: dict[str, Any]) -> tu
 
 
 @pytest.mark.parametrize(("replicas", "host"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.exhaustive)])
-def test_training_ends_where_it_ends_without(ranks: Any, replicas: int, host: int) -> None:
+def test_zeropp_reaches_the_loss_of_training_without_it(ranks: Any, replicas: int, host: int) -> None:
     """50 steps of a small GPT in bf16: the same loss to a few percent, for a third of the bytes and less."""
     first, plain, before = ranks(replicas, learned, (1, replicas, 1), 50, PLAIN)[0]
     _, quantised, after = ranks(replicas, learned, (1, replicas, 1), 50, {**ALL, HPZ: host})[0]
@@ -83,7 +83,7 @@ def test_training_ends_where_it_ends_without(ranks: Any, replicas: int, host: in
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)])
-def test_on_grids_with_other_axes(ranks: Any, shape: tuple[int, int, int]) -> None:
+def test_zeropp_has_similar_losses_on_pipe_and_tensor_axes(ranks: Any, shape: tuple[int, int, int]) -> None:
     plain = ranks(4, learned, shape, 3, PLAIN)
     for one, other in zip(plain, ranks(4, learned, shape, 3, {**ALL, HPZ: 2}), strict=True):
         assert other[1] != one[1] and other[1] == pytest.approx(one[1], rel=0.02)
@@ -145,7 +145,7 @@ def reloaded(folder: str) -> tuple[Tensor, Tensor, Tensor]:
     return first.detach(), moved.detach(), engine(x).detach()
 
 
-def test_what_a_checkpoint_replaced_is_not_used(ranks: Any, tmp_path: Any) -> None:
+def test_secondary_shards_are_replaced_by_a_loaded_checkpoint(ranks: Any, tmp_path: Any) -> None:
     for first, moved, again in ranks(2, reloaded, str(tmp_path)):
         assert torch.equal(first, again) and not torch.equal(first, moved)
 
@@ -168,7 +168,7 @@ def refusing(options: dict[str, Any]) -> str:
     return str(error.value)
 
 
-def test_what_makes_no_sense_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_contradicting_zeropp_keys_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     def config(zero: dict[str, Any], **more: Any) -> Any:
         return read_config({"train_batch_size": 1, "zero_optimization": zero, **more})
 
@@ -196,7 +196,7 @@ def test_what_makes_no_sense_is_refused(caplog: pytest.LogCaptureFixture) -> Non
     assert "zero_hpz_partition_size 8 does nothing on one replica" in record.getMessage()
 
 
-def test_the_optimizer_refuses_it_too(ranks: Any) -> None:
+def test_sharded_optimizer_refuses_contradicting_zeropp_options(ranks: Any) -> None:
     for options, words in (
         ({"stage": 1, "quantized_weights": True}, "in stage 1 they are whole"),
         ({"stage": 0, "quantized_gradients": True}, "stage 0 shards nothing"),

@@ -46,7 +46,7 @@ def accounts(grid: tuple[int, int, int], stage: int, keep: bool, config: dict[st
 
 
 @pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
-def test_traffic_of_each_stage(ranks: Any, replicas: int) -> None:
+def test_traffic_of_each_stage_equals_the_formula(ranks: Any, replicas: int) -> None:
     """Traffic in model bytes M over a ring: stage 0 and 1 2M, stage 2 (1 + m)M, stage 3 3m M, kept gathered (1 + m)M.
 
     Where a backward pass is followed by the next forward of its stage, the first layer stays whole in between: with
@@ -86,7 +86,7 @@ def both_engines(stage: int) -> Any:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_plain_module_has_the_same_reports(ranks: Any, stage: int) -> None:
+def test_module_and_pipeline_engines_give_equal_reports(ranks: Any, stage: int) -> None:
     for listed, plain, sent, plain_sent in ranks(2, both_engines, stage):
         activations, most = plain["held"].pop("activations"), listed["held"].pop("activations")
         working, _ = plain["held"].pop("working"), listed["held"].pop("working")
@@ -114,7 +114,7 @@ def frozen(numbers: list[int], plus: dict[str, Any], stage: int) -> Any:
 
 
 @pytest.mark.parametrize("plus", [{}, {"zero_quantized_weights": True}])
-def test_frozen_weights_travel_in_stage_3_alone(ranks: Any, plus: dict[str, Any]) -> None:
+def test_frozen_weights_are_sent_in_stage_3_only(ranks: Any, plus: dict[str, Any]) -> None:
     """Frozen weights are gathered but have no gradient: with half of M frozen 2m M + m M / 2; else m counts half.
 
     A byte a weight, and scales, where they are quantised; the first layer stays whole from a backward to a forward.
@@ -129,17 +129,17 @@ def test_frozen_weights_travel_in_stage_3_alone(ranks: Any, plus: dict[str, Any]
             assert sent == formula == (1 + (m if stage == 2 else 1)) / 2 * ring
 
 
-def test_traffic_of_the_pipe_axis(ranks: Any) -> None:
+def test_traffic_of_the_pipe_axis_equals_the_formula(ranks: Any) -> None:
     """Each boundary carries each microbatch's activations forward and their gradients back, once."""
     message = 2 * WIDTH * 4
-    for rank, (traffic, _) in enumerate(ranks(4, accounts, (4, 1, 1), 0, False, {})):
+    for rank, (traffic, _) in enumerate(ranks(4, accounts, (4, 1, 1), 0, keep=False, config={})):
         ways = (rank < 3) + (rank > 0)
         assert traffic["sent"]["pipe"]["send"] == {"calls": ways * MICROBATCHES, "bytes": ways * MICROBATCHES * message}
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
 @pytest.mark.parametrize(("kind", "config"), [("fp32", {}), ("bf16", {"bf16": {"enabled": True}})])
-def test_memory_of_each_stage(ranks: Any, replicas: int, kind: str, config: dict[str, Any]) -> None:
+def test_memory_of_each_stage_equals_the_formula(ranks: Any, replicas: int, kind: str, config: dict[str, Any]) -> None:
     """Rajbhandari et al. 2020, figure 1, with gradients accumulated in fp32: bytes per parameter on each rank."""
     p, n = WEIGHTS, replicas
     for stage in range(4):
@@ -151,12 +151,12 @@ def test_memory_of_each_stage(ranks: Any, replicas: int, kind: str, config: dict
             "masters": (4 * p // (n if state else 1)) if half else 0,
             "optimizer": 8 * p // (n if state else 1),
         }
-        for _, report in ranks(replicas, accounts, (1, replicas, 1), stage, False, config):
+        for _, report in ranks(replicas, accounts, (1, replicas, 1), stage, keep=False, config=config):
             assert report["formula"] == wanted, stage
             assert report["held"] == {**wanted, "buffers": 0, "activations": None, "working": None}, stage
 
 
-def test_model_states_are_those_of_figure_1_of_the_zero_paper() -> None:
+def test_model_state_bytes_equal_figure_1_of_the_zero_paper() -> None:
     """Figure 1: 7.5 billion parameters, 64 replicas, Adam in fp16, gradients too."""
     table = [model_states(7.5e9, 64, stage, "fp16", "adam", gradients="fp16").total / 1e9 for stage in range(4)]
     assert [round(gigabytes, 1) for gigabytes in table] == [120.0, 31.4, 16.6, 1.9]
@@ -175,8 +175,8 @@ def test_model_states_are_those_of_figure_1_of_the_zero_paper() -> None:
         *(({"type": name, "params": {"lr": 0.1}}, STATES[name.lower()]) for name in ELEMENTWISE),
     ],
 )
-def test_states_of_each_optimizer(optimizer: dict[str, Any], wanted: int) -> None:
-    _, report = accounts((1, 1, 1), 1, False, {"optimizer": optimizer})
+def test_optimizer_state_bytes_equal_the_formula(optimizer: dict[str, Any], wanted: int) -> None:
+    _, report = accounts((1, 1, 1), 1, keep=False, config={"optimizer": optimizer})
     assert report["held"]["optimizer"] == report["formula"]["optimizer"] == wanted * 4 * WEIGHTS
 
 
@@ -196,7 +196,7 @@ def gpt_report(replicas: int, stage: int) -> Any:
 
 
 @pytest.mark.parametrize("replicas", [2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
-def test_counted_bytes_of_a_gpt_are_the_formulas(ranks: Any, replicas: int) -> None:
+def test_counted_bytes_of_a_gpt_equal_the_formula(ranks: Any, replicas: int) -> None:
     """Bytes in fp16, for each stage, are equal up to the padding of parameters to 16 elements and of buckets."""
     for stage in range(4):
         for parameters, buckets, report in ranks(replicas, gpt_report, replicas, stage):
@@ -224,7 +224,7 @@ def saved_by_autograd() -> tuple[int, int]:
     return MICROBATCHES * (2 * LAYERS - 1) * 2 * WIDTH * 4, engine.memory_report()["held"]["activations"]
 
 
-def test_activations_are_what_autograd_saved() -> None:
+def test_counted_activations_equal_the_bytes_autograd_saved() -> None:
     by_hand, counted = saved_by_autograd()
     assert counted == by_hand
 
@@ -240,7 +240,7 @@ def peak_and_count(stage: int) -> tuple[int, int]:
         return growth.measure()[0], sum(report["held"].values())
 
 
-def test_the_processs_peak_is_what_was_counted(ranks: Any) -> None:
+def test_peak_memory_of_a_process_is_near_the_count(ranks: Any) -> None:
     """Within 10 % of the count. In processes of the pool; fresh ones are in the sweep."""
     for peak, counted in ranks(2, peak_and_count, 3):
         assert counted > 100e6
@@ -249,7 +249,7 @@ def test_the_processs_peak_is_what_was_counted(ranks: Any) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("stage", "replicas"), [(0, 1), (0, 2), (1, 2), (2, 2), (3, 2)])
-def test_the_peak_of_a_fresh_process_is_what_was_counted(stage: int, replicas: int) -> None:
+def test_peak_memory_of_fresh_processes_is_near_the_count(stage: int, replicas: int) -> None:
     """Peak of fresh processes with 25 million parameters, within 10 % of the count, without the memory of imports.
 
     Blocks of 64 KiB and more are mapped one by one: what glibc keeps of blocks that were freed is not held.

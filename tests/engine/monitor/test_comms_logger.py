@@ -1,4 +1,4 @@
-"""``comms_logger``: what is counted, its bandwidths against NCCL-tests' formulas, and that it is not there when off."""
+"""``comms_logger``: counted calls and bandwidths, against NCCL-tests' formulas; nothing is counted when off."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def step(made: Any) -> None:
 # --------------------------------------------------------------------------------------------------- formulas
 
 
-def test_bandwidths_are_those_of_nccls_tests() -> None:
+def test_bandwidths_equal_the_formulas_of_nccl_tests() -> None:
     """doc/PERFORMANCE.md: algbw = S / t; busbw = algbw times 2 (n - 1) / n, (n - 1) / n or 1."""
     gigabyte, half = 10**9, 0.5
     assert bandwidths("all_reduce", gigabyte, 4, half) == (16.0, 16.0 * 2 * 3 / 4)
@@ -63,7 +63,7 @@ def test_bandwidths_are_those_of_nccls_tests() -> None:
     assert bandwidths("broadcast", gigabyte, 4, half) == bandwidths("send", gigabyte, 2, half) == (16.0, 16.0)
 
 
-def test_the_table_has_a_line_for_each_size() -> None:
+def test_the_comms_table_has_a_line_for_each_message_size() -> None:
     taken = {
         LoggedCall("all_reduce", "data", (0, 1), 2048): [0.001, 0.003],
         LoggedCall("all_reduce", "data", (0, 1), 2**20): [0.01],
@@ -112,7 +112,7 @@ def counted(shape: tuple[int, int, int], stage: int, section: Any) -> Any:
 
 
 @pytest.mark.parametrize(("shape", "stage"), [((1, 2, 1), 1), ((1, 2, 1), 3), ((2, 2, 1), 2)])
-def test_every_call_is_counted_once(ranks: Any, shape: Any, stage: int) -> None:
+def test_comms_logger_counts_every_call_once(ranks: Any, shape: Any, stage: int) -> None:
     """The log has as many calls as the traffic report, whose bytes equal the papers' formulas, and the same sizes."""
     everyone = ranks(shape[0] * shape[1], counted, shape, stage, {"enabled": True})
     for rank, (calls, sent, text, same, printed) in enumerate(everyone):
@@ -153,7 +153,7 @@ def later_groups() -> tuple[bool, int]:
     return call.axis == "pipexdata" and seconds[1] >= 0.02, len(seconds)
 
 
-def test_groups_made_later_and_what_is_under_way(ranks: Any) -> None:
+def test_comms_log_sees_later_groups_and_times_async_calls(ranks: Any) -> None:
     assert ranks(2, later_groups) == [(True, 2)] * 2
 
 
@@ -169,7 +169,7 @@ def recorded_too() -> tuple[int, int, bool]:
     return len(timer.timed), sum(len(each) for each in log.seconds.values()), len(grid.spans.readers) == 1
 
 
-def test_a_recorded_axis_is_logged_all_the_same(ranks: Any) -> None:
+def test_comms_log_and_step_timer_record_side_by_side(ranks: Any) -> None:
     """A breakdown of the wall clock beside the communication log: each sees every call, and goes alone."""
     assert ranks(2, recorded_too) == [(1, 2, True)] * 2
 
@@ -183,7 +183,7 @@ def chosen(section: Any) -> Any:
     return {call.op for call in log.seconds}, {c.caller for c in log.seconds}, printed.getvalue()
 
 
-def test_some_ops_verbosely_and_their_callers(ranks: Any) -> None:
+def test_comms_logger_prints_chosen_ops_and_their_callers(ranks: Any) -> None:
     section = {
         "enabled": True,
         "prof_all": False,
@@ -206,7 +206,7 @@ def off() -> bool:
     return not grid.spans.readers
 
 
-def test_off_nothing_is_there(ranks: Any) -> None:
+def test_a_disabled_comms_logger_adds_no_readers(ranks: Any) -> None:
     assert all(ranks(2, off))
 
 
@@ -226,7 +226,7 @@ def module_logged() -> str:
     return text
 
 
-def test_sections_that_ask_for_nothing() -> None:
+def test_empty_sections_stay_disabled() -> None:
     for key in ("comms_logger", "flops_profiler", "torch_autocast", "amp"):
         for nothing in (None, False, {}, {"enabled": False}):
             assert not getattr(read_config({"train_batch_size": 1, key: nothing}), key).enabled

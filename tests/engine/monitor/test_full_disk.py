@@ -1,4 +1,4 @@
-"""A full disk under what a run writes about itself: the training goes on, and one warning names the file.
+"""A full disk under the files that a run writes: training continues, and one warning names each file.
 
 The disk is full for real: ``/dev/full``, and a process that may not write to files (RLIMIT_FSIZE).
 """
@@ -116,8 +116,8 @@ def test_a_full_disk_is_warned_of_once_for_each_file(run: FullDisk) -> None:
         assert line.startswith("the numbers of a step cannot be written") == (words in numbers)
 
 
-def test_files_go_on_when_the_disk_has_room_again(run: FullDisk) -> None:
-    """With steps 1, 4 and 5, which end at samples 4, 16 and 20."""
+def test_files_are_written_again_once_the_disk_has_room(run: FullDisk) -> None:
+    """The files have steps 1, 4 and 5, which end at samples 4, 16 and 20."""
     for file in ("metrics.jsonl", "histograms.jsonl"):
         rows = (run.folder / "json_monitor" / file).read_text().splitlines()
         assert [json.loads(row)["step"] for row in rows] == [1, 4, 5], file
@@ -132,7 +132,7 @@ def test_files_go_on_when_the_disk_has_room_again(run: FullDisk) -> None:
     assert merged([file.read_text() for file in (run.folder / "calls").iterdir()])["otherData"]["ranks"]
 
 
-def test_a_fifo_under_the_name_of_a_record_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_fifo_in_place_of_a_log_file_does_not_block(tmp_path: Path) -> None:
     """A FIFO without a reader stopped the first step, and record_trace, for ever."""
     os.mkfifo(tmp_path / "metrics.jsonl")
     section = {"enabled": True, "output_path": str(tmp_path.parent), "job_name": tmp_path.name}

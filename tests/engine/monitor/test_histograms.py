@@ -101,7 +101,7 @@ def test_histograms_equal_those_of_whole_tensors(
     assert page.count('preserveAspectRatio="none"') == len(whole)
 
 
-def test_edges_of_equal_elements_and_the_note_without_a_monitor() -> None:
+def test_equal_elements_get_edges_and_no_monitor_gets_a_note() -> None:
     assert Histogram(1.0, 1.0, [0, 4], 4, 4.0, 4.0, 0).edges() == [0.5, 1.0, 1.5]
     config: Section = read_config({"train_batch_size": 1, "histograms": {"every": 5}})
     assert notes_of(config) == ["histograms does nothing without a monitor: enable tensorboard, json_monitor or wandb"]

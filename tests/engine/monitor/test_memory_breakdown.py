@@ -1,4 +1,4 @@
-"""``memory_breakdown`` and ``dump_state``: the bytes and numbers that they print, against what must be there."""
+"""``memory_breakdown`` and ``dump_state``: the printed bytes and numbers, against formulas."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def broken_down(shape: tuple[int, int, int], stage: int, more: Any, steps: int =
     return printed.getvalue()
 
 
-def test_what_a_list_of_layers_holds_at_each_point(ranks: Any) -> None:
+def test_memory_breakdown_lists_the_bytes_at_each_point(ranks: Any) -> None:
     """Stage 2 on 2 replicas: the papers' bytes; and a microbatch's activations, of which one is held at a time."""
     first, second = ranks(2, broken_down, (1, 2, 1), 2, {})
     assert second == ""
@@ -93,12 +93,12 @@ def test_what_a_list_of_layers_holds_at_each_point(ranks: Any) -> None:
             assert points["before forward"]["gradients"] == points["after step"]["gradients"] == 4 * WEIGHTS / 2
 
 
-def test_as_often_as_a_line_is_printed() -> None:
+def test_memory_breakdown_follows_steps_per_print() -> None:
     text = broken_down((1, 1, 1), 0, {"steps_per_print": 2}, 4)
     assert [step for step, _ in read(text)] == [2, 4] and text.count("loss ") == 2
 
 
-def test_a_pipeline_tells_the_forward_with_most_held(ranks: Any) -> None:
+def test_memory_breakdown_shows_the_forward_with_most_bytes(ranks: Any) -> None:
     first, _ = ranks(2, broken_down, (2, 1, 1), 0, {"pipeline": {"schedule": "gpipe"}})
     for _, (early, late) in read(first):
         # GPipe holds all microbatches before its first backward pass: of each what came in, and the difference that is
@@ -135,7 +135,7 @@ def test_a_plain_module_has_a_memory_breakdown(capsys: pytest.CaptureFixture[str
         assert points["after step"]["optimizer"] == 2 * 4 * WEIGHTS
 
 
-def test_off_nothing_is_read() -> None:
+def test_spans_have_no_readers_without_a_memory_breakdown() -> None:
     made = listed(Grid(), 0)
     module, *_ = triax.initialize(model=Net(), config=config(0))
     assert not any(engine.spans.readers or engine.grid.spans.readers for engine in (made, module))

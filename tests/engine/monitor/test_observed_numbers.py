@@ -1,4 +1,4 @@
-"""What observers compute: self times, offsets of clocks, FLOPs, peaks, and the lines of a run's JSON file."""
+"""Numbers that observers compute: self times, clock offsets, FLOPs, peaks, and the lines of a run's JSON file."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from triax.engine.monitor.writers import json_writer
 from triax.train.learning_rate import LearningRate
 
 
-def test_self_times_of_random_nests() -> None:
-    """Against the definition: what lies in a slice and in none that begins later within it."""
+def test_self_times_of_nested_slices_follow_the_definition() -> None:
+    """The definition: the time that lies in a slice and in no slice that begins later within it."""
     draw = random.Random(0)
 
     def nest(start: int, end: int, depth: int) -> list[Slice]:
@@ -57,7 +57,7 @@ def skewed(skews: list[float], names: list[str]) -> tuple[list[Offset], list[Off
     return found, clock_offsets(grid)
 
 
-def test_different_clocks_are_found_within_the_stated_error(ranks: Any) -> None:
+def test_clock_offsets_are_found_within_the_stated_error(ranks: Any) -> None:
     skews, names = [0.0, 3.7, -120.25, 3.7], ["a", "b", "c", "b"]
     told = ranks(4, skewed, skews, names)
     assert all(each == told[0] for each in told)
@@ -104,7 +104,7 @@ def test_the_written_learning_rate_is_that_of_the_step(tmp_path: Path, pipelined
     assert rates[:3] == pytest.approx([1.0, 2.0, 3.0])
 
 
-def test_flops_are_counted_by_the_textbook() -> None:
+def test_flop_counter_equals_the_textbook() -> None:
     linear, image = nn.Linear(8, 16), nn.Conv2d(3, 4, 3, padding=1)
     with FlopCounter() as count:
         linear(torch.randn(5, 8))
@@ -126,7 +126,7 @@ def test_peak_flops_of_known_gpus_and_tokens_are_counted() -> None:
     ]
 
 
-def test_a_clock_that_is_set_back_takes_no_time_from_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_set_back_does_not_shorten_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of replicas was summed up as -980 s, and a run's duration lacked the steps around the change."""
     write = json_writer(tmp_path)
     write([("a", 1.0, 8)], 1)
@@ -143,7 +143,7 @@ def test_a_clock_that_is_set_back_takes_no_time_from_a_run(tmp_path: Path, monke
     assert all(0 <= begin <= end for spans in found.spans.values() for begin, end in spans)
 
 
-def test_json_lines_begin_anew_with_step_1_and_go_on_with_any_other(tmp_path: Path) -> None:
+def test_json_writer_starts_a_new_file_only_at_step_1(tmp_path: Path) -> None:
     def rows() -> list[Any]:
         return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
 
@@ -157,7 +157,7 @@ def test_json_lines_begin_anew_with_step_1_and_go_on_with_any_other(tmp_path: Pa
     assert [r["a"] for r in rows()] == [4.0]
 
 
-def test_the_printed_speed_follows_the_batch_and_no_rewind(
+def test_the_printed_speed_follows_the_batch_and_ignores_rewinds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]
@@ -178,7 +178,7 @@ def test_the_printed_speed_follows_the_batch_and_no_rewind(
     assert speeds == ["", ", 10 samples/s", ", 10 samples/s", "", ", 10 samples/s"]
 
 
-def test_flops_are_those_of_training_passes_and_follow_the_batch(tmp_path: Path) -> None:
+def test_mfu_flops_count_training_passes_and_follow_the_batch(tmp_path: Path) -> None:
     engine: Any = triax.Engine(
         nn.Linear(64, 64),
         optimizer=partial(torch.optim.SGD, lr=0.0),

@@ -113,14 +113,14 @@ def run(request: pytest.FixtureRequest, folder: Path) -> tuple[list[dict[str, An
     return found, folder / ("1f1b" if request.param == "whole" else "zb-v")
 
 
-def test_recording_changes_no_loss_and_leaves_nothing_behind(run: tuple[list[dict[str, Any]], Path]) -> None:
+def test_recording_changes_no_loss_and_removes_its_readers(run: tuple[list[dict[str, Any]], Path]) -> None:
     for rank in run[0]:
         assert rank["losses"] == rank["unseen"] and len(set(rank["losses"])) == STEPS
         assert rank["read"] == (0, 0)
     assert not any(rank["observed"] for rank in run[0])
 
 
-def test_the_parts_of_a_rank_add_up_to_its_step(run: tuple[list[dict[str, Any]], Path]) -> None:
+def test_time_parts_of_a_rank_add_up_to_its_step(run: tuple[list[dict[str, Any]], Path]) -> None:
     for rank in run[0]:
         for number, report in enumerate(rank["reports"], 1):
             parts = {axis: row for axis, row in report.items() if isinstance(row, dict)}
@@ -133,8 +133,8 @@ def test_the_parts_of_a_rank_add_up_to_its_step(run: tuple[list[dict[str, Any]],
             assert ("tensor" in parts) == (len(run[0]) == 8) and parts["data"]["gather"] > 0
 
 
-def test_the_bubble_is_the_timelines(run: tuple[list[dict[str, Any]], Path]) -> None:
-    """Found by one small message of each rank, it equals what all the timelines say."""
+def test_the_bubble_equals_that_of_all_timelines(run: tuple[list[dict[str, Any]], Path]) -> None:
+    """The bubble is computed from one small message of each rank; it equals that of all timelines together."""
     replicas = {(rank["bubble"], rank["reports"][TRACED - 1]["bubble"]) for rank in run[0]}
     assert all(mine == pytest.approx(whole, abs=1e-9) and 0 < whole < 1 for whole, mine in replicas)
 
@@ -234,7 +234,7 @@ def test_a_rank_that_fails_while_it_is_recorded_stops_the_others(ranks: Any) -> 
     assert messages[3] == words and all(words in message for message in messages)
 
 
-def test_monitors_are_told_the_same_names(run: tuple[list[dict[str, Any]], Path]) -> None:
+def test_monitors_write_every_number_of_each_step(run: tuple[list[dict[str, Any]], Path]) -> None:
     rows = [json.loads(line) for line in (run[1] / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [*range(1, STEPS + 1), STEPS]
     batch = 2 * MICRO * 2  # samples: 2 in each of 4 microbatches of 2 replicas
@@ -258,7 +258,7 @@ def test_monitors_are_told_the_same_names(run: tuple[list[dict[str, Any]], Path]
     assert rows[-1] == {"step": STEPS, "samples": STEPS * batch, "time": rows[-1]["time"], "Validation/loss": 1.5}
 
 
-def test_the_runs_record_has_every_ranks_reports(run: tuple[list[dict[str, Any]], Path]) -> None:
+def test_run_json_has_the_reports_of_every_rank(run: tuple[list[dict[str, Any]], Path]) -> None:
     record = json.loads((run[1] / "run.json").read_text())
     assert record["grid"] == {"pipe": 2, "data": 2, "tensor": len(run[0]) // 4}
     assert record["parameters"] == MODEL.parameter_count and record["after_steps"] == TRACED
@@ -277,8 +277,8 @@ def printed() -> str:
     return said.getvalue()
 
 
-def test_the_table_is_printed(ranks: Any) -> None:
-    """Once in 10 steps, as DeepSpeed does, where steps_per_print is not given; a table, then lines."""
+def test_wall_clock_breakdown_prints_a_table_then_lines(ranks: Any) -> None:
+    """It prints once in 10 steps where steps_per_print is not given, as DeepSpeed does: first a table, then lines."""
     (said,) = ranks(1, printed)
     lines = re.findall(r"^step (20|30): ([\d.]+) ms a step, bubble [\d.]+%: (.*)$", said, re.MULTILINE)
     assert [step for step, _, _ in lines] == ["20", "30"]
@@ -322,7 +322,7 @@ def plain(folder: str, zero: int) -> dict[str, Any]:
     return loop(triax.Grid(), folder, zero)
 
 
-def test_a_plain_module_is_seen_too(ranks: Any, tmp_path: Path) -> None:
+def test_a_plain_module_has_time_reports_and_traces(ranks: Any, tmp_path: Path) -> None:
     for number, told in enumerate(ranks(2, plain, str(tmp_path), 3)):
         losses, report, _, enabled = told["seen"]
         assert losses == told["unseen"][0] and enabled == (number == 0)
@@ -356,14 +356,14 @@ def traced_by_hand(folder: str) -> list[Any]:
     return [before, made.observer._active, after, made.time_report()["step"]]
 
 
-def test_a_trace_by_hand(ranks: Any, tmp_path: Path) -> None:
+def test_record_trace_traces_the_next_step(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, traced_by_hand, str(tmp_path)) == [[False, True, 0, 2]] * 2
     trace = json.loads((tmp_path / "hand.json").read_text())
     assert trace["otherData"]["step"] == 2 and len(trace["otherData"]["program"]) == 2
 
 
 def test_a_resumed_run_traces_the_step_of_this_process(tmp_path: Path) -> None:
-    """As the option says. A run that resumed behind this step of all steps had no trace."""
+    """The option counts the steps of this process: a run resumed behind that step of all steps had no trace."""
     file = tmp_path / "trace.json"
     made = engine(triax.Grid(), "1f1b", 0, timeline={"step": 2, "file": str(file)})
     made.global_steps = 100
@@ -373,7 +373,7 @@ def test_a_resumed_run_traces_the_step_of_this_process(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["otherData"]["step"] == 102
 
 
-def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+def test_unwritable_timeline_and_profile_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"the timeline .* cannot be written"):
         engine(triax.Grid(), "1f1b", 0, timeline={"step": 1, "file": f"{tmp_path}/file/trace.json"})
@@ -394,13 +394,13 @@ def counted(folder: str, interval: int) -> float:
     return made.observer.mfu.flops
 
 
-def test_what_is_recomputed_does_not_count(ranks: Any, tmp_path: Path) -> None:
+def test_recomputation_is_not_counted_in_mfu_flops(ranks: Any, tmp_path: Path) -> None:
     (plain,), (again,) = (ranks(1, counted, str(tmp_path), interval) for interval in (0, 1))
     assert plain == again > 0
 
 
 def test_the_docs_program_and_commands_work(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As typed, but in processes that have torch already."""
+    """They run as typed, but in processes that have imported torch already."""
     text = (DOCS / "monitoring.md").read_text()
     for name, source in programs(text).items():
         (tmp_path / name).write_text(source)

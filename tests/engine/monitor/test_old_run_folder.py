@@ -28,7 +28,7 @@ from triax.engine.monitor.run_json import write_run
 OLD = Path(__file__).parent / "fixtures" / "run"
 
 
-def test_the_report_of_an_old_run(tmp_path: Path) -> None:
+def test_triax_report_reads_a_run_of_version_0_1_0(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["report", str(OLD), "--output", str(tmp_path / "page.html")])
     assert done.exit_code == 0, done.output
     text = (tmp_path / "page.html").read_text()
@@ -40,7 +40,7 @@ def test_the_report_of_an_old_run(tmp_path: Path) -> None:
     assert "Left out" not in text
 
 
-def test_the_reader_of_an_old_run() -> None:
+def test_read_run_reads_a_run_of_version_0_1_0() -> None:
     run = read_run(OLD)
     assert run.notes == [] and run.last_step == 40
     assert run.series("Train/Samples/train_loss")[0] == (1, 5.510673048799985)
@@ -69,7 +69,7 @@ def written(folder: str) -> None:
         engine.train_batch(iter([(torch.ones(4, 4), torch.ones(4))]))
 
 
-def test_a_new_run_has_the_same_keys(ranks: Any, tmp_path: Path) -> None:
+def test_a_new_run_has_the_keys_of_version_0_1_0(ranks: Any, tmp_path: Path) -> None:
     ranks(1, written, str(tmp_path))
     old, new = read_run(OLD), read_run(tmp_path / "new")
     without = {"Train/Samples/tokens_per_second", "Train/Samples/bubble"}  # no tokens; recorded in step 3 only
@@ -95,7 +95,7 @@ def test_a_new_run_has_the_same_keys(ranks: Any, tmp_path: Path) -> None:
         (None, "/x/bin/triax", "triax train a.yaml"),
     ],
 )
-def test_the_command_of_a_run(
+def test_run_json_has_the_command_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str | None, file: str, shown: str
 ) -> None:
     main = types.ModuleType("__main__")

@@ -61,7 +61,7 @@ def ids() -> Tensor:
 
 
 @pytest.mark.parametrize("tie", [False, True])
-def test_a_gpt_by_the_formula(tie: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flops_of_a_gpt_equal_the_formula(tie: bool, capsys: pytest.CaptureFixture[str]) -> None:
     model = PipelineModule(gpt_layers(shape(tie)))
     flops, macs, params = get_model_profile(model, args=[ids()], as_string=False)
     wanted = LAYERS * block_flops() + head_flops()
@@ -73,7 +73,7 @@ def test_a_gpt_by_the_formula(tie: bool, capsys: pytest.CaptureFixture[str]) -> 
     assert strings == (units.count(wanted, "FLOPS"), units.count(wanted / 2, "MACs"), units.count(params))
 
 
-def test_grouped_queries_and_a_gate_by_the_formula() -> None:
+def test_flops_of_a_llama_equal_the_formula() -> None:
     """Llama: q and out D^2 each, k and v D^2 / 2 together, three products of the hidden width."""
     config = triax.LlamaConfig(
         vocab_size=VOCABULARY,
@@ -109,7 +109,7 @@ class Net(nn.Module):
         return x @ torch.ones(4, 6)
 
 
-def test_any_module_and_what_holds_what(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_profiler_counts_each_submodule_of_any_module(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     net, x = Net(), torch.randn(2, 3, 8, 8)
     profiler = FlopsProfiler(net)
     profiler.start_profile()
@@ -148,7 +148,7 @@ def test_any_module_and_what_holds_what(capsys: pytest.CaptureFixture[str], tmp_
     assert profiler.get_total_flops() == twice + last + outside
 
 
-def test_other_ways_to_ask() -> None:
+def test_get_model_profile_takes_shapes_kwargs_and_generate() -> None:
     assert get_model_profile(nn.Linear(3, 5), (2, 3), print_profile=False, as_string=False) == (60, 30, 20)
     kwargs = {"input": torch.ones(2, 3)}
     assert get_model_profile(nn.Linear(3, 5), kwargs=kwargs, print_profile=False)[0] == "60 FLOPS"
@@ -168,7 +168,7 @@ def test_other_ways_to_ask() -> None:
             get_model_profile(nn.Linear(3, 3), **wrong)
 
 
-def test_a_failing_module_leaves_the_counts_of_the_others() -> None:
+def test_a_failing_module_does_not_change_the_counts_of_others() -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise ValueError("no")
@@ -243,7 +243,9 @@ GRIDS: list[Any] = [
 
 
 @pytest.mark.parametrize(("grid", "chunks", "schedule", "config"), GRIDS)
-def test_the_whole_model_over_the_grid(ranks: Any, grid: Any, chunks: int, schedule: str, config: Any) -> None:
+def test_flops_over_a_grid_add_up_to_the_formula(
+    ranks: Any, grid: Any, chunks: int, schedule: str, config: Any
+) -> None:
     """Stages and shards add up to the formula, and a replica is counted once."""
     size = grid[0] * grid[1] * grid[2]
     everyone = ranks(size, profiled, grid, chunks, schedule, config)
@@ -293,7 +295,9 @@ def module_profiled(tensor: int, accumulation: int, output_file: str) -> Any:
 
 
 @pytest.mark.parametrize(("replicas", "tensor", "accumulation"), [(1, 1, 1), (2, 1, 3), (1, 2, 2)])
-def test_any_module_in_an_engine(ranks: Any, tmp_path: Path, replicas: int, tensor: int, accumulation: int) -> None:
+def test_engine_flops_of_a_plain_module_equal_the_formula(
+    ranks: Any, tmp_path: Path, replicas: int, tensor: int, accumulation: int
+) -> None:
     file = str(tmp_path / "report.txt")
     ranks(replicas * tensor, module_profiled, tensor, accumulation, file)
     text = Path(file).read_text()
@@ -306,7 +310,7 @@ def test_any_module_in_an_engine(ranks: Any, tmp_path: Path, replicas: int, tens
     assert value(text, "bwd latency (rank 0):") != "-"
 
 
-def test_entries_of_stages_and_shards_are_one_model() -> None:
+def test_entries_of_stages_and_shards_merge_into_one_model() -> None:
     first = [ModuleNode("", "M", 1, 10.0, 1.0, True), ModuleNode("a", "A", 2, 8.0, 0.5, True)]
     second = [ModuleNode("", "M", 0, 5.0, 2.0, True), ModuleNode("b", "B", 3, 4.0, 1.0, True)]
     slower = [replace(entry, seconds=entry.seconds * 2) for entry in second]
@@ -315,7 +319,7 @@ def test_entries_of_stages_and_shards_are_one_model() -> None:
     assert {c.name: (c.params, c.flops, c.seconds) for c in root.children} == {"a": (2, 16, 0.5), "b": (3, 8, 2.0)}
 
 
-def test_numbers_are_written_as_people_read_them() -> None:
+def test_profiler_numbers_have_readable_units() -> None:
     assert [units.count(n) for n in (0, 12, 999, 1000, 1.5e9)] == ["0", "12", "999", "1.00 K", "1.50 G"]
     assert (
         units.count(2e12, "FLOPS") == "2.00 TFLOPS" and units.rate(10, None) == "-" and units.rate(10, 2) == "5 FLOPS"

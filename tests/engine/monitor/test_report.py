@@ -1,4 +1,4 @@
-"""`triax report`: the page of a run, of half a run, and of next to nothing."""
+"""`triax report`: the page of a whole run, of a run that died, and of a folder with few files."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def write(folder: Path, steps: int = 30) -> Path:
     return folder
 
 
-def test_a_run_has_a_page_with_everything(tmp_path: Path) -> None:
+def test_the_page_of_a_whole_run_has_all_sections(tmp_path: Path) -> None:
     text = write_report(write(tmp_path / "a & b")).read_text()
     page = Page(text)
     for words in (
@@ -145,7 +145,7 @@ def test_a_run_has_a_page_with_everything(tmp_path: Path) -> None:
         assert all(line["points"] for line in lines)
 
 
-def test_both_widths_are_drawn_and_the_style_shows_one(tmp_path: Path) -> None:
+def test_report_draws_each_curve_for_two_screen_widths(tmp_path: Path) -> None:
     text = write_report(write(tmp_path / "run")).read_text()
     wide, narrow = text.count('<svg class="w"'), text.count('<svg class="n"')
     assert wide == narrow == 4  # loss, learning rate, norm, speed
@@ -171,7 +171,7 @@ def test_a_run_that_died_half_way_has_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("only", ["metrics.jsonl", "run.json", "timeline.json"])
-def test_any_one_file_is_enough(tmp_path: Path, only: str) -> None:
+def test_report_works_with_any_one_of_its_files(tmp_path: Path, only: str) -> None:
     folder = write(tmp_path / "run")
     for file in ("metrics.jsonl", "run.json", "timeline.json"):
         if file != only:
@@ -215,7 +215,7 @@ def test_damaged_values_are_text_and_damaged_parts_are_left_out(tmp_path: Path) 
 
 
 def test_infinite_numbers_and_cut_files_are_left_out(tmp_path: Path) -> None:
-    """They ended the command with an OverflowError or a RecursionError."""
+    """Such files ended the command with an OverflowError or a RecursionError."""
     folder = write(tmp_path / "run")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row, value in zip(rows, (1e308, -1e308, 1e308, 1e155), strict=False):
@@ -255,7 +255,7 @@ def test_a_missing_run_is_an_error_with_the_next_command(tmp_path: Path, where: 
         write_report(tmp_path / where)
 
 
-def test_a_trace_is_read_back_as_it_was() -> None:
+def test_a_written_trace_is_read_back_equal() -> None:
     """The timeline is the simulation's that it was made of; its costs simulate to it again."""
     made = make_schedule("1f1b", 2, 4)
     traced = read_trace(trace())
@@ -277,7 +277,7 @@ def test_a_trace_is_read_back_as_it_was() -> None:
         assert parts["compute", "backward"] == pytest.approx(4 * 3e-3)
 
 
-def test_a_clock_that_is_ahead_is_set_back() -> None:
+def test_traces_correct_the_clock_of_a_rank_that_is_ahead() -> None:
     """Two ranks, the second one's clock 5 s ahead: the trace has them at the same time."""
     whole = [StepRecord(1, (Slice("step 1", "step", at, at + 1.0, {}),), ()) for at in (10.0, 15.25)]
     places = [{"pipe": r, "data": 0, "tensor": 0} for r in range(2)]
@@ -350,7 +350,7 @@ def test_panels_of_a_resumed_run_name_their_steps_and_ranks(panels: str, words: 
 
 
 def test_a_run_from_the_beginning_has_no_earlier_grids(resumed: Path, tmp_path: Path, ranks: Any) -> None:
-    """Also in the folder of another run, whose checkpoints are gone."""
+    """This holds also in the folder of another run, whose checkpoints are gone."""
     shutil.copytree(resumed / "run", tmp_path / "run")
     ranks(1, train, str(tmp_path), steps=1)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["earlier"] == []
@@ -406,9 +406,7 @@ def _data(file: Path) -> list[str]:
     return file.read_text().split('<script type="application/json">')[1:]
 
 
-def test_a_page_is_served_to_this_machine_while_the_run_goes_on(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_report_server_shows_new_steps_to_localhost_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path / "run", 5)
     with report_server([folder]) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -453,7 +451,7 @@ def test_a_page_is_served_to_this_machine_while_the_run_goes_on(
         assert said in run_triax("report", folder, *words)[1]
 
 
-def test_the_page_and_the_picture_show_one_step_and_one_simulation(tmp_path: Path) -> None:
+def test_the_report_shows_the_measured_step_and_its_simulation(tmp_path: Path) -> None:
     """Colors are those of triax schedule, a rank's later stages lighter; waits end with the last op."""
     folder = write(tmp_path / "run")
     made = trace("interleaved")
@@ -475,7 +473,7 @@ def test_the_page_and_the_picture_show_one_step_and_one_simulation(tmp_path: Pat
     assert ("longer than the measured one" in text) == (slow > 0)
 
 
-def test_a_slower_simulation_says_why(tmp_path: Path) -> None:
+def test_report_says_when_the_simulation_is_slower(tmp_path: Path) -> None:
     """One op on the critical path is shorter than the median of its stage."""
     folder, made = write(tmp_path / "run"), trace()
     for event in made["traceEvents"]:
@@ -488,7 +486,7 @@ def test_a_slower_simulation_says_why(tmp_path: Path) -> None:
     assert "longer than the measured one" not in write_report(folder).read_text()
 
 
-def test_curves_keep_their_spikes_and_lose_what_is_no_number() -> None:
+def test_curves_keep_their_spikes_and_drop_nan_values() -> None:
     points = [(float(i), 1.0) for i in range(10_000)]
     points[5003] = (5003.0, 9.0)
     points[7001] = (7001.0, -9.0)
@@ -501,7 +499,7 @@ def test_curves_keep_their_spikes_and_lose_what_is_no_number() -> None:
     assert all(len(points) == 2 for size in ("large", "small") for _, points in made[size]["curves"])
 
 
-def test_axes_have_round_numbers() -> None:
+def test_axes_of_charts_have_round_numbers() -> None:
     assert ticks(0.3, 9.1, 5) == [0, 2, 4, 6, 8, 10] and ticks(2, 2, 4) == [1, 2, 3] and ticks(0, 0, 4) == [-1, 0, 1]
     assert ticks(1.0, 1.003, 3) == [1.0, 1.001, 1.002, 1.003]
     assert [number(x) for x in (0, 0.004, 2.5, 1200, 25_000, 3.1e6, 5e-5)] == [

@@ -71,7 +71,7 @@ def part(rank: int, *entries: tuple[Any, ...], attempt: int = 0, grid: int = 0) 
     return "".join(json.dumps(entry) + "\n" for entry in [*head, *entries])
 
 
-def test_phases_are_told_apart_by_when_the_last_rank_came() -> None:
+def test_negotiation_ends_when_the_last_rank_arrives() -> None:
     """Two collectives, waited for in the other order, a message and a span, each to the microsecond."""
     first = part(
         0,
@@ -126,7 +126,7 @@ def test_phases_are_told_apart_by_when_the_last_rank_came() -> None:
     assert spans(trace, 0, "step") == ["step 1"]
 
 
-def test_what_a_rank_was_in_when_it_ended() -> None:
+def test_unfinished_calls_of_ended_ranks_are_listed() -> None:
     """Killed while it wrote; and started again: attempts are not mixed, nor a script's grids."""
     hanging = part(0, ("begin", 0, 0, "all_reduce", 64, "loss", "", 10.0))
     killed = part(1, ("span", "step 1", "step", 9.5, 10.2, 1)) + '["begin", 0, 0, "all_re'
@@ -176,7 +176,7 @@ def engines(folder: str) -> dict[str, Any]:
     return {name: sent.calls for name, sent in report.items()}
 
 
-def test_engines_write_their_passes_and_what_goes_through_their_grids(ranks: Any, tmp_path: Path) -> None:
+def test_engine_timelines_have_passes_steps_and_messages(ranks: Any, tmp_path: Path) -> None:
     found = ranks(2, engines, str(tmp_path / "parts"))
     assert merge(tmp_path / "parts", tmp_path / "t.json") == 2
     trace = json.loads((tmp_path / "t.json").read_text())
@@ -206,7 +206,7 @@ def dies(folder: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_rank_is_killed(ranks: Any, tmp_path: Path) -> None:
+def test_the_timeline_shows_the_call_that_waits_for_a_killed_rank(ranks: Any, tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="SIGKILL"):
         ranks(2, dies, str(tmp_path / "parts"))
     merge(tmp_path / "parts", tmp_path / "t.json")
@@ -237,8 +237,8 @@ def called(file: str) -> None:
         hvd.shutdown()
 
 
-def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
-    """Nor into another file, which has got the number of the one that was closed."""
+def test_a_closed_timeline_recorder_writes_nothing(tmp_path: Path) -> None:
+    """It does not write into another file either that got the file number of the closed one."""
     recorder, spans = TimelineRecorder(tmp_path, 0, "rank 0"), Spans()
     spans.read(recorder)
     late = spans("step", "late")
@@ -277,7 +277,7 @@ def under_way(folder: str) -> None:
         hvd.shutdown()
 
 
-def test_start_and_stop_while_calls_are_under_way(ranks: Any, tmp_path: Path) -> None:
+def test_timelines_have_only_the_calls_started_while_recording(ranks: Any, tmp_path: Path) -> None:
     ranks(2, under_way, str(tmp_path))
     for turn in range(3):
         trace = json.loads((tmp_path / f"{turn}.json").read_text())
@@ -286,7 +286,7 @@ def test_start_and_stop_while_calls_are_under_way(ranks: Any, tmp_path: Path) ->
             assert {name for name in names if name[:6] in ("before", "within")} == {f"within {i}" for i in range(4)}
 
 
-def test_a_horovod_timeline_has_what_lies_between_its_calls(ranks: Any, tmp_path: Path) -> None:
+def test_a_horovod_timeline_has_the_calls_between_start_and_stop(ranks: Any, tmp_path: Path) -> None:
     ranks(2, called, str(tmp_path / "t.json"))
     trace = json.loads((tmp_path / "t.json").read_text())
     for rank in range(2):
@@ -303,7 +303,7 @@ def off() -> None:
     assert not grid.spans.readers and grid.world.spans is grid.data.spans is grid.spans
 
 
-def test_nothing_is_recorded_where_nobody_asks(ranks: Any) -> None:
+def test_spans_have_no_readers_without_a_timeline(ranks: Any) -> None:
     ranks(2, off)
 
 
@@ -324,7 +324,7 @@ def launched(folder: Path, *command: str) -> str:
     return done.stderr
 
 
-def test_horovods_example_under_triax_run(tmp_path: Path) -> None:
+def test_horovods_example_writes_a_timeline_under_triax_run(tmp_path: Path) -> None:
     launched(tmp_path, sys.executable, "-m", "triax.cli.main", "run", "--nproc", "2", "--timeline", "out/timeline.json")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["timeline.json"]
     trace = json.loads((tmp_path / "out" / "timeline.json").read_text())
@@ -337,12 +337,12 @@ def test_horovods_example_under_triax_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_horovods_example_under_torchrun(tmp_path: Path) -> None:
+def test_horovods_example_trains_under_torchrun(tmp_path: Path) -> None:
     launched(tmp_path, str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.mark.exhaustive
-def test_a_launched_rank_is_killed(tmp_path: Path) -> None:
+def test_triax_run_writes_a_timeline_when_a_rank_is_killed(tmp_path: Path) -> None:
     """The launcher writes the file all the same; and where no rank made a grid, it says so."""
     (tmp_path / "script.py").write_text(
         "import os, signal, sys\nimport torch\nimport triax.compat.horovod as hvd\n"
@@ -360,7 +360,7 @@ def test_a_launched_rank_is_killed(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == []
 
 
-def test_a_place_that_is_none(tmp_path: Path) -> None:
+def test_a_timeline_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from triax.base.errors import ConfigError

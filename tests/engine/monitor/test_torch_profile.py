@@ -71,7 +71,7 @@ OPS = [
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "module"])
-def test_the_trace_has_the_spans_of_the_steps(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_torch_profiler_traces_have_the_spans_of_the_steps(ranks: Any, tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "made" / "profiler"
     for rank, (plain, profiled, warnings) in enumerate(ranks(2, run, kind, str(folder.parent))):
         assert plain == profiled and warnings == []

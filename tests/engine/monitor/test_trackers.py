@@ -90,7 +90,7 @@ def wandb_rows(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return run, [each["history"]["item"] for each in records if each["type"] == "history"]
 
 
-def test_both_trackers_hold_a_run(ranks: Any, tmp_path: Path) -> None:
+def test_both_trackers_record_every_number_of_a_run(ranks: Any, tmp_path: Path) -> None:
     steps, _ = ranks(2, tracked, str(tmp_path))
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
@@ -127,7 +127,7 @@ def test_both_trackers_hold_a_run(ranks: Any, tmp_path: Path) -> None:
     assert not any("histogram" in str(value) for value in rows[0].values())
 
 
-def test_the_last_records_of_all_ranks_reach_a_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_records_are_written_before_the_tracker_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """W&B ends its run at exit, and Python calls what was registered for the exit in the opposite order."""
     order: list[Any] = []
     at_exit: list[Any] = []

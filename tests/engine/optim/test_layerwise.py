@@ -136,7 +136,7 @@ REST = [
 
 @pytest.mark.parametrize("kind", ["Lamb", "Muon"])
 @pytest.mark.parametrize(("shape", "stage"), [*FIRST, *(pytest.param(*cell, marks=EXHAUSTIVE) for cell in REST)])
-def test_steps_equal_one_process(
+def test_sharded_lamb_and_muon_step_as_one_process(
     ranks: Any, kind: str, shape: tuple[int, int, int], stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = ranks(math.prod(shape), trained, shape, kind, stage)
@@ -313,7 +313,7 @@ def resumed(
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("kind", ["Lamb", "Muon"])
-def test_state_is_loaded_on_another_grid(ranks: Any, kind: str, tmp_path: Path) -> None:
+def test_lamb_and_muon_resume_on_another_grid(ranks: Any, kind: str, tmp_path: Path) -> None:
     [first, *_] = ranks(4, resumed, str(tmp_path), (1, 4, 1), kind, 2)
     for zero in OFFLOADS:
         for found in ranks(4, resumed, str(tmp_path), (2, 1, 2), kind, 1, zero):
@@ -321,7 +321,7 @@ def test_state_is_loaded_on_another_grid(ranks: Any, kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (5, 5)])
-def test_muon_in_bfloat16_is_torchs_bit_by_bit(shape: tuple[int, int]) -> None:
+def test_muon_in_bfloat16_equals_torchs_bitwise(shape: tuple[int, int]) -> None:
     start, gradient = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     mine, its = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     for optimizer in (Muon([mine], lr=0.1, weight_decay=0.1), torch.optim.Muon([its], lr=0.1, weight_decay=0.1)):
@@ -398,7 +398,7 @@ def test_layerwise_optimizers_shard_in_a_plain_loop(ranks: Any, kind: str, stage
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_an_instance_of_torchs_muon_is_sharded_too() -> None:
+def test_a_torch_muon_instance_steps_as_torch_in_stage_2() -> None:
     model = nn.Linear(4, 4, bias=False)
     its = nn.Parameter(model.weight.detach().clone())
     x = torch.randn(3, 4)

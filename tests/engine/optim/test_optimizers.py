@@ -138,7 +138,7 @@ BY_TORCH: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("optimizer", "name", "more"), BY_TORCH, ids=[str(c[0]) for c in BY_TORCH])
-def test_torchs_own_on_whole_tensors(optimizer: dict[str, Any], name: str, more: dict[str, Any]) -> None:
+def test_optimizers_by_name_step_as_torchs_own(optimizer: dict[str, Any], name: str, more: dict[str, Any]) -> None:
     options = {key: value for key, value in optimizer["params"].items() if value != "auto"} | more
     wanted = reference(make=lambda parameters: getattr(torch.optim, name)(parameters, **options))
     torch.testing.assert_close(trained(optimizer), wanted, rtol=1e-10, atol=1e-13)
@@ -170,7 +170,7 @@ def on_whole_tensors(shape: tuple[int, int, int], name: str, params: dict[str, A
 
 
 @pytest.mark.parametrize(("name", "params"), WHOLE, ids=[name for name, _ in WHOLE])
-def test_whole_tensors_in_stage_0(ranks: Any, name: str, params: dict[str, Any]) -> None:
+def test_whole_tensor_optimizers_step_as_torch_in_stage_0(ranks: Any, name: str, params: dict[str, Any]) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return getattr(torch.optim, name)(parameters, **params)
 
@@ -190,7 +190,7 @@ def sharded_whole() -> list[str]:
     return said
 
 
-def test_whole_tensors_are_asked_for_where_there_are_none(ranks: Any) -> None:
+def test_whole_tensor_optimizers_refuse_sharded_tensors(ranks: Any) -> None:
     for said in ranks(2, sharded_whole):
         assert "the grid's tensor axis of 2 shards tensors: make a grid of tensor 1, or use Lion" in said[0]
         assert "shards the optimizer state into flat ranges: set stage 0, or use Lion" in said[1]
@@ -199,7 +199,7 @@ def test_whole_tensors_are_asked_for_where_there_are_none(ranks: Any) -> None:
         read_config({"train_batch_size": 4, "optimizer": {"type": "Adafactor"}, "zero_optimization": zero})
 
 
-def test_every_name_has_a_case() -> None:
+def test_every_optimizer_name_is_tested() -> None:
     cases = [case for case, _ in BY_FORMULA] + [case for case, *_ in BY_TORCH]
     tried = {case["type"].lower() for case in cases}
     elsewhere = {"adafactor", "muon", "deepspeedcpulion", "lamb", "fusedlamb"}  # above, and in test_layerwise.py
@@ -217,8 +217,8 @@ def sharded(stage: int, zero: dict[str, Any]) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("make", [Lion, UncorrectedAdam])
-def test_our_own_step_the_parts_of_complex_numbers(make: Any) -> None:
-    """As torch's do. Lion failed, and Adam took the square of a complex gradient for its second moment."""
+def test_lion_and_adam_step_complex_numbers_as_their_real_parts(make: Any) -> None:
+    """Lion failed, and Adam used the square of a complex gradient as its second moment."""
     whole = nn.Parameter(torch.randn(5, dtype=torch.complex128))
     parts = nn.Parameter(torch.view_as_real(whole.detach()).clone())
     optimizers = make([whole], lr=0.1, weight_decay=0.1), make([parts], lr=0.1, weight_decay=0.1)
@@ -232,15 +232,15 @@ def test_our_own_step_the_parts_of_complex_numbers(make: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_our_own_on_flat_ranges_and_in_sub_groups(ranks: Any, stage: int) -> None:
-    wanted = [reference(lion(0.1, (0.9, 0.999))), reference(adam(0.1, False, True))]
+def test_lion_and_adam_follow_their_formulas_when_sharded(ranks: Any, stage: int) -> None:
+    wanted = [reference(lion(0.1, (0.9, 0.999))), reference(adam(0.1, corrected=False, decoupled=True))]
     for zero in ({}, {"sub_group_size": 4}):
         for found in ranks(2, sharded, stage, zero):
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Adam", "Rprop", "OneBitAdam", "Muon", "Lamb"])
-def test_a_resolved_optimizer_is_accepted_again(name: str) -> None:
+def test_a_resolved_configuration_is_read_again_unchanged(name: str) -> None:
     """Adafactor's default eps, (None, 0.001), was refused as no list of two numbers."""
     config = read_config({"train_batch_size": 4, "optimizer": {"type": name}})
     sizes = batch_sizes(config, 1)
@@ -268,7 +268,7 @@ def stepped(optimizer: Any, **options: Any) -> tuple[dict[str, Tensor], Any]:
     ],
     ids=["partial", "class", "whole tensors", "1-bit"],
 )
-def test_a_class_is_stepped_as_its_name_is(given: Any, named: triax.Optimizer) -> None:
+def test_an_optimizer_class_and_its_name_step_bitwise_equal(given: Any, named: triax.Optimizer) -> None:
     (found, optimizer), (wanted, expected) = stepped(given), stepped(named)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert optimizer.param_groups[0].get("fused") == expected.param_groups[0].get("fused")
@@ -282,6 +282,8 @@ def test_a_class_is_stepped_as_its_name_is(given: Any, named: triax.Optimizer) -
         (partial(torch.optim.LBFGS, lr=LR), {}, "LBFGS needs whole tensors"),
     ],
 )
-def test_a_class_is_checked_before_there_is_an_engine(given: Any, options: dict[str, Any], message: str) -> None:
+def test_optimizer_classes_that_cannot_be_sharded_are_refused(
+    given: Any, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         stepped(given, **options)

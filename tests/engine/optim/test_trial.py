@@ -1,4 +1,4 @@
-"""Errors while an optimizer is made: those of its arguments name them, others stay what they are."""
+"""Errors while an optimizer is made: an error of an argument names the argument, other errors are unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GIVEN = {"lr": 1.0, "eps": 2.0}
         KeyboardInterrupt(),
     ],
 )
-def test_an_error_that_no_argument_causes_stays_itself(error: BaseException) -> None:
+def test_trial_raises_errors_of_no_argument_unchanged(error: BaseException) -> None:
     """A failed import was "optimizer.params.lr = 0.001: cannot import name ..."."""
 
     def fails(given: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ def test_an_error_that_no_argument_causes_stays_itself(error: BaseException) -> 
 
 
 @pytest.mark.parametrize("error", [ImportError("half"), RuntimeError("half"), ValueError("half")])
-def test_an_error_that_does_not_come_again_blames_no_argument(error: Exception) -> None:
+def test_trial_blames_no_argument_for_an_error_that_does_not_repeat(error: Exception) -> None:
     left = [error]
 
     def fails_once(given: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ def test_an_error_that_does_not_come_again_blames_no_argument(error: Exception) 
 
 
 @pytest.mark.parametrize("error", [ValueError("too large"), RuntimeError("too large"), ZeroDivisionError("too large")])
-def test_an_error_of_an_argument_names_it(error: Exception) -> None:
+def test_trial_names_the_argument_that_causes_an_error(error: Exception) -> None:
     def fails(given: Mapping[str, Any]) -> None:
         if "eps" in given:
             raise error
@@ -65,7 +65,7 @@ def test_an_error_of_an_argument_names_it(error: Exception) -> None:
     assert caught.value.__cause__ is error
 
 
-def test_the_configuration_passes_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_config_raises_an_optimizers_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: Any, closure: Any = None) -> None:
         raise ImportError("No module named 'torch._something'")
 
@@ -111,7 +111,7 @@ def test_an_engine_makes_its_optimizer_once(monkeypatch: pytest.MonkeyPatch) -> 
         ({"lr": 0.1}, {"step_size": 2, "last_epoch": 3}, "scheduler.params.last_epoch = 3: "),
     ],
 )
-def test_the_optimizer_itself_names_a_wrong_argument(
+def test_wrong_optimizer_and_scheduler_arguments_are_named(
     optimizer: dict[str, Any], schedule: dict[str, Any] | None, words: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:

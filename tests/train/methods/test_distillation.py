@@ -130,7 +130,7 @@ def trained(
 
 @STEPS
 @pytest.mark.parametrize("kind", ["reverse", pytest.param("jsd", marks=pytest.mark.exhaustive)])
-def test_distillation_has_trls_losses_and_weights(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
+def test_distillation_losses_and_weights_equal_trls(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
     loss, options = LOSSES[kind]
     (wanted,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300, **options)
     assert len(wanted) == len({*map(tuple, wanted)}) == steps
@@ -140,7 +140,7 @@ def test_distillation_has_trls_losses_and_weights(ranks: Any, tmp_path: Path, ki
 
 @STEPS
 @pytest.mark.parametrize(("top_k", "temperature", "hard"), [(K, 1.5, 0.0), (None, 2.0, 0.5)])
-def test_distillation_has_the_equations_losses_and_weights(
+def test_distillation_losses_and_weights_follow_the_equations(
     ranks: Any, tmp_path: Path, top_k: int | None, temperature: float, hard: float, steps: int
 ) -> None:
     loss = {"kind": "forward", "temperature": temperature, "hard": hard}
@@ -183,7 +183,7 @@ def sent_so_far(grid: Grid) -> float:
 
 
 @pytest.mark.parametrize("top_k", [None, K])
-def test_bytes_sent_are_those_of_the_docstring(ranks: Any, top_k: int | None) -> None:
+def test_with_teacher_sends_the_bytes_of_its_docstring(ranks: Any, top_k: int | None) -> None:
     everyone = ranks(4, sent_bytes, top_k)
     for rank, more in enumerate(everyone):
         wanted = 2 * 2 * 6 * (15 * 4 if top_k is None else K * (4 + 4))

@@ -1,4 +1,4 @@
-"""Log-probabilities that are recorded while answers are drawn, bit for bit those of the trainer, within exact_rows."""
+"""``exact_rows``: log-probabilities recorded while answers are drawn are bitwise those of the trainer."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def errors(axes: dict[str, Any], name: str) -> list[tuple[float, float]]:
         pytest.param({"data": 2, "tensor": 2}, "gpt", marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_first_ratios_are_exactly_1(ranks: Any, axes: dict[str, int], name: str) -> None:
+def test_exact_rows_makes_the_first_ratios_exactly_1(ranks: Any, axes: dict[str, int], name: str) -> None:
     for first, *within in ranks(4 if axes else 1, errors, axes, name):
         assert first[1] > 0  # without the context they differ
         assert within == [(1.0, 0.0)] * 2
 
 
-def test_numbers_and_gradients_are_those_without_the_context() -> None:
+def test_exact_rows_changes_no_loss_or_gradient() -> None:
     steps = []
     for exact in (False, True):
         engine = engine_of(Grid(), LLAMA, torch.float64)
@@ -107,6 +107,6 @@ def in_parts() -> str:
     return str(error.value)
 
 
-def test_what_it_does_not_cover_is_refused(ranks: Any) -> None:
+def test_exact_rows_refuses_a_context_axis(ranks: Any) -> None:
     said = "exact_rows does not cover context=2, whose ranks add in another order. Leave the context out."
     assert ranks(2, in_parts) == [said] * 2

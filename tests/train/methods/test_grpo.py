@@ -195,8 +195,8 @@ SWEEP = [pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES if n
 
 
 @pytest.mark.parametrize("name", ["dapo", *SWEEP])
-def test_losses_metrics_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, name: str) -> None:
-    """On one process and on grids."""
+def test_grpo_losses_metrics_and_weights_equal_trl(ranks: Any, tmp_path: Path, name: str) -> None:
+    """The runs are on one process and on grids."""
     folder = tmp_path
     first_model(str(folder))
     (run,) = ranks(1, trained, str(folder), name, Place({}), timeout=120)
@@ -257,7 +257,7 @@ def labels_of(rows: int, length: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["grpo", "dapo", "dr_grpo"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_losses_and_gradients_are_those_of_the_equations(kind: Any, level: Any) -> None:
+def test_grpo_losses_and_gradients_follow_the_equations(kind: Any, level: Any) -> None:
     torch.manual_seed(1)
     data = labels_of(6, 8)
     for beta, right in ((0.0, True), (0.3, True), (0.3, False)):
@@ -277,8 +277,8 @@ def test_losses_and_gradients_are_those_of_the_equations(kind: Any, level: Any) 
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_values_at_labels_that_do_not_count_change_nothing(value: float) -> None:
-    """They made the loss NaN, because NaN times 0 is NaN."""
+def test_nan_at_ignored_labels_changes_no_grpo_loss(value: float) -> None:
+    """Such values made the loss NaN, because NaN times 0 is NaN."""
     torch.manual_seed(2)
     data, found = labels_of(6, 8), []
     aside = data["labels"] == -100
@@ -306,10 +306,10 @@ def in_parts(data: dict[str, Any], logits: Tensor, level: Any) -> tuple[float, T
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_sequence_in_parts_has_the_loss_and_gradient_of_all(ranks: Any, level: Any) -> None:
+def test_grpo_on_a_context_axis_has_the_loss_of_whole_sequences(ranks: Any, level: Any) -> None:
     torch.manual_seed(2)
     data, logits = labels_of(6, 8), torch.randn(6, 8, 7, dtype=torch.float64, requires_grad=True)
-    wanted = plain(logits, data, "grpo", level, 0.3, True)
+    wanted = plain(logits, data, "grpo", level, 0.3, right=True)
     (gradient,) = torch.autograd.grad(wanted, logits)
     whole = grpo_loss(Grid(), 7, "grpo", 0.3, 0.1, 0.15, level, temperature=0.7)(logits, data)
     clipped, count = whole.metrics["clip_ratio/region_mean"]

@@ -78,7 +78,7 @@ def trained(folder: str, steps: int, place: Place) -> tuple[list[list[float]], d
 
 
 @STEPS
-def test_kto_has_trls_losses_and_weights(ranks: Any, tmp_path: Path, steps: int) -> None:
+def test_kto_losses_and_weights_equal_trls(ranks: Any, tmp_path: Path, steps: int) -> None:
     (losses,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300)
     assert len(losses) == steps and max(losses)[0] - min(losses)[0] > 0.01
     kls = [same_steps(ranks, trained, tmp_path, losses, place)["kl"] for place in GRIDS]

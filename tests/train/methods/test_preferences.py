@@ -105,7 +105,7 @@ def plain_steps(folder: str, kind: str, count: int) -> list[list[float]]:
 
 @STEPS
 @pytest.mark.parametrize("kind", ["dpo", "ipo"])
-def test_preference_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
+def test_preference_losses_and_weights_equal_trls(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
     (losses,) = ranks(1, trl_steps, str(tmp_path), kind, steps, timeout=300)
     assert len(losses) == steps and max(losses)[0] - min(losses)[0] > 0.01
     for place in GRIDS if kind == "dpo" else GRIDS[:1]:
@@ -116,7 +116,7 @@ def test_preference_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Pa
 
 @STEPS
 @pytest.mark.parametrize("kind", ["simpo", "orpo"])
-def test_preference_losses_and_weights_are_the_equations(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
+def test_preference_losses_and_weights_follow_the_equations(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
     (losses,) = ranks(1, plain_steps, str(tmp_path), kind, steps, timeout=300)
     for place in GRIDS[1:]:
         same_steps(ranks, trained, tmp_path, losses, place, kind)

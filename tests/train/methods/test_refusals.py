@@ -1,4 +1,4 @@
-"""Losses of methods, and what makes their labels, refuse mistakes with words that say what to write."""
+"""Losses of methods and the functions that make their labels refuse mistakes, and say what to write."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ LOSSES: dict[str, list[Case]] = {
 @pytest.mark.parametrize(
     ("call", "words"), [pytest.param(*case, id=f"{name}: {case[1]}") for name in LOSSES for case in LOSSES[name]]
 )
-def test_a_method_refuses_a_mistake(call: Callable[[], Any], words: str) -> None:
+def test_wrong_arguments_of_method_losses_are_refused(call: Callable[[], Any], words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=re.escape(words)):
         call()
 

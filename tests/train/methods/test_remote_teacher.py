@@ -120,7 +120,7 @@ def refused_and_lost(folder: str, wrong: str, address: str) -> list[str]:
 @pytest.mark.parametrize(
     "axis", ["tensor", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("data", "pipe", "context"))]
 )
-def test_a_teacher_of_other_processes_is_the_equations(ranks: Any, tmp_path: Path, axis: str) -> None:
+def test_a_remote_teacher_gives_the_loss_of_the_equations(ranks: Any, tmp_path: Path, axis: str) -> None:
     """Students on pipe 2 x tensor 2, data 2 and context 2; one with other words; and a teacher that is killed."""
     import transformers
 
@@ -201,7 +201,7 @@ def test_a_student_that_leaves_is_named_on_every_rank(ranks: Any) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_guides_two_commands_print_what_it_shows(ranks: Any, tmp_path: Path) -> None:
+def test_commands_of_the_remote_teacher_guide_print_its_output(ranks: Any, tmp_path: Path) -> None:
     page = (DOCS / "guides" / "distillation.md").read_text()
     section = page.partition("## A teacher on other processes")[2].partition("\n## ")[0]
     first, second = (shlex.split(each) for each in re.findall(r"^torchrun .*", section, re.MULTILINE))

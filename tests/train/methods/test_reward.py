@@ -94,7 +94,7 @@ def trained(folder: str, steps: int, place: Place) -> tuple[list[list[float]], d
 
 
 @STEPS
-def test_reward_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, steps: int) -> None:
+def test_reward_losses_and_weights_equal_trls(ranks: Any, tmp_path: Path, steps: int) -> None:
     (rows,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300)
     wanted = [[row[name] for name in ("loss", *METRICS)] for row in rows]
     assert len(wanted) == steps and 0 < sum(row[2] for row in wanted) < steps
@@ -129,7 +129,7 @@ def scores_of(folder: str, ids: Tensor) -> Tensor:
         ("Mixtral", {"num_local_experts": 2, "experts_implementation": "eager"}),
     ],
 )
-def test_transformers_folders_are_read_and_written(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+def test_reward_models_of_transformers_load_and_save(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
     import transformers
 
     torch.manual_seed(0)
@@ -151,7 +151,7 @@ def test_transformers_folders_are_read_and_written(tmp_path: Path, family: str, 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_reward_model_begins_with_a_language_model(tmp_path: Path, tied: bool) -> None:
+def test_a_reward_model_starts_from_a_language_model(tmp_path: Path, tied: bool) -> None:
     import transformers
 
     torch.manual_seed(0)
@@ -175,7 +175,7 @@ def test_a_reward_model_begins_with_a_language_model(tmp_path: Path, tied: bool)
     assert torch.equal(module.layers["4"].weight, heads[2])  # type: ignore[arg-type]
 
 
-def test_adapters_train_the_new_head_too(tmp_path: Path) -> None:
+def test_lora_also_trains_the_new_reward_head(tmp_path: Path) -> None:
     grid = Grid()
     config = triax.LlamaConfig(vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=4)
     module = triax.PipelineModule(reward_layers(triax.llama_layers(config)), grid=grid, loss_fn=reward_loss(grid))

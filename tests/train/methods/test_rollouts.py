@@ -70,7 +70,7 @@ def two_steps(axes: dict[str, Any], dtype: torch.dtype) -> tuple[list[Any], list
     return answers, rows, errors, rollouts.metrics
 
 
-def test_answers_and_their_numbers_are_those_of_one_process(ranks: Any) -> None:
+def test_rollouts_on_grids_equal_one_process(ranks: Any) -> None:
     (wanted,) = ranks(1, two_steps, {}, torch.float64)
     answers, rows, _, metrics = wanted
     assert answers[0] != answers[1] and len({tuple(tokens) for tokens, _ in answers[0]}) > 8
@@ -92,7 +92,7 @@ def test_answers_and_their_numbers_are_those_of_one_process(ranks: Any) -> None:
                 torch.testing.assert_close(parts, values, rtol=0, atol=1e-10, msg=name)
 
 
-def test_rows_hold_the_tokens_and_what_was_recorded_of_them() -> None:
+def test_rollout_rows_hold_tokens_log_probs_and_advantages() -> None:
     engine = engine_of(Grid())
     sampler = triax.init_inference(engine, max_batch=5)
     rollouts = Rollouts(engine, sampler, small, group=4, max_new_tokens=7, eos=EOS)
@@ -124,7 +124,7 @@ def again(engine: Any, sampler: Any, seed: int) -> list[Any]:
     return rollouts.completions
 
 
-def test_in_float32_the_error_of_what_was_recorded_is_a_metric() -> None:
+def test_rollouts_report_the_log_prob_error_in_float32() -> None:
     _, _, errors, _ = two_steps({}, torch.float32)
     mean, most = errors[0]
     assert 0 < mean < most < 1e-4
@@ -221,7 +221,7 @@ def test_functions_get_texts_conversations_or_ids_as_the_prompts_are() -> None:
     assert rollouts.completions[0].tokens[:4] == list(b"<ab>")
 
 
-def test_an_answer_that_no_function_judges_is_in_no_mean() -> None:
+def test_answers_without_a_reward_are_left_out_of_means() -> None:
     def some(completions: Any, **_: Any) -> list[float | None]:
         return [None, 1.0, 2.0, None, 5.0, None]
 
@@ -257,7 +257,7 @@ def test_rewards_may_be_an_array_or_come_from_a_coroutine(make: Any) -> None:
     assert asyncio.run(notebook()).tolist() == [[0.5], [2.0]]
 
 
-def test_an_evaluation_that_fails_leaves_the_last_call_as_it_was() -> None:
+def test_a_failed_evaluation_keeps_the_last_rollouts() -> None:
     engine = engine_of(Grid())
     fails: list[bool] = []
 
@@ -319,7 +319,7 @@ def test_rollouts_refuse_mistakes() -> None:
         sampler.generate(PROMPTS, 2, temperature=0, logprobs="tempered")
 
 
-def test_tempered_log_probabilities_are_those_of_the_divided_logits() -> None:
+def test_log_probs_at_a_temperature_are_of_divided_logits() -> None:
     engine = engine_of(Grid())
     sampler = triax.init_inference(engine, max_batch=3)
     for done in sampler.generate(PROMPTS, 5, temperature=0.6, logprobs="tempered"):
