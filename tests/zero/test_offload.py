@@ -268,7 +268,7 @@ def test_hooks_and_schedulers_see_all_sub_groups_as_one_step(tmp_path: Path) -> 
 
 class _Range:
     def __init__(self, numel: int, tie: int | None = None) -> None:
-        self.owned, self.tie = (numel, 2 * numel), tie
+        self.owned, self.tie, self.state = (numel, 2 * numel), tie, None
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 10, 100])
