@@ -13,6 +13,7 @@ import triax
 from triax import Grid
 from triax.zero import ShardedOptimizer, gathered
 
+from support.foreign_optimizers import Foreign
 from support.training import small_config
 
 WIDTH, STEPS = 5, 8
@@ -160,6 +161,42 @@ def test_checkpoints_keep_each_parameters_count(ranks: Any, tmp_path: Path, size
 def test_a_plain_loop_counts_the_steps_of_each_parameter(ranks: Any) -> None:
     for name in ("Adam", "SGD"):
         same(ranks(2, every_loop, name), plainly(2, name))
+
+
+class DecayedMomentum(Foreign):
+    """An optimizer of another package, whose momentum contains the decay of the weight."""
+
+    def update(self, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+        momentum = state.setdefault("momentum", torch.zeros_like(p))
+        p.sub_(momentum.mul_(0.9).add_(g).add_(p, alpha=0.5), alpha=group["lr"])
+
+
+def stepped(model: Any, step: int, replicas: range) -> Any:
+    """Return the loss of some replicas' batches, with what is frozen and left out in this step."""
+    branches = prepare(getattr(model, "module", model), step)
+    return sum(model(batch(step, replica), branches).square().mean() for replica in replicas) / len(replicas)
+
+
+def with_decayed_momentum() -> list[dict[str, Tensor]]:
+    grid, found = Grid(timeout=60), []
+    for stage in range(4):
+        zero, batch_size = {"stage": stage}, 4 * grid.size
+        engine = triax.Engine(made(), grid=grid, optimizer=DecayedMomentum, zero=zero, batch=batch_size)
+        for step in range(STEPS):
+            engine.backward(stepped(engine, step, range(grid.rank, grid.rank + 1)))
+            engine.step()
+        found.append(engine.gather())
+    return found
+
+
+def test_decay_makes_no_momentum_before_the_first_gradient(ranks: Any) -> None:
+    model = made()
+    optimizer = DecayedMomentum(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        stepped(model, step, range(2)).backward()
+        optimizer.step()
+    same(ranks(2, with_decayed_momentum), dict(model.state_dict()))
 
 
 @pytest.mark.exhaustive
