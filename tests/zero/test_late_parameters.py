@@ -13,7 +13,7 @@ import triax
 from triax import Grid
 from triax.zero import ShardedOptimizer, gathered
 
-from support.foreign_optimizers import Foreign
+from support.foreign_optimizers import CountsInGroup, Foreign
 from support.training import small_config
 
 WIDTH, STEPS = 5, 8
@@ -177,11 +177,11 @@ def stepped(model: Any, step: int, replicas: range) -> Any:
     return sum(model(batch(step, replica), branches).square().mean() for replica in replicas) / len(replicas)
 
 
-def with_decayed_momentum() -> list[dict[str, Tensor]]:
+def in_every_stage(kind: type[Foreign]) -> list[dict[str, Tensor]]:
     grid, found = Grid(timeout=60), []
     for stage in range(4):
         zero, batch_size = {"stage": stage}, 4 * grid.size
-        engine = triax.Engine(made(), grid=grid, optimizer=DecayedMomentum, zero=zero, batch=batch_size)
+        engine = triax.Engine(made(), grid=grid, optimizer=kind, zero=zero, batch=batch_size)
         for step in range(STEPS):
             engine.backward(stepped(engine, step, range(grid.rank, grid.rank + 1)))
             engine.step()
@@ -189,14 +189,16 @@ def with_decayed_momentum() -> list[dict[str, Tensor]]:
     return found
 
 
-def test_decay_makes_no_momentum_before_the_first_gradient(ranks: Any) -> None:
+@pytest.mark.parametrize("kind", [DecayedMomentum, CountsInGroup])
+def test_optimizers_of_other_packages_leave_parameters_out(ranks: Any, kind: type[Foreign]) -> None:
+    """Decay makes no momentum before the first gradient, and what a group counts counts once a step."""
     model = made()
-    optimizer = DecayedMomentum(model.parameters())
+    optimizer = kind(model.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
         stepped(model, step, range(2)).backward()
         optimizer.step()
-    same(ranks(2, with_decayed_momentum), dict(model.state_dict()))
+    same(ranks(2, in_every_stage, kind), dict(model.state_dict()))
 
 
 @pytest.mark.exhaustive
