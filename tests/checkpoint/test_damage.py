@@ -19,6 +19,7 @@ import triax
 from triax.base.errors import CheckpointError, CorruptError, DamagedError
 from triax.checkpoint.format import folder as folders
 from triax.checkpoint.format.index import Index, read_index
+from triax.checkpoint.reader import Reader
 from triax.cli.main import app
 
 from support.checkpoint_jobs import Cell, Job, make
@@ -62,6 +63,27 @@ def _affected(folder: Path, index: Index, file: str, place: int) -> list[str]:
             except CorruptError as error:
                 problems.append(str(error))
     return problems
+
+
+def test_each_damaged_range_is_found_by_one_rank(saved: Path, tmp_path: Path) -> None:
+    """Three ranks share the bytes of a checkpoint that they compare with checksums."""
+    folder, finders = tmp_path / "there", list[int]()
+    shutil.copytree(saved / "there", folder)
+    index = read_index(folder)
+    ranges = index.byte_ranges()
+    for name, span, _ in ranges[:: len(ranges) // 9]:
+        data = (folder / name).read_bytes()
+        place = span.stop - 1
+        (folder / name).write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        before = len(finders)
+        for rank in range(3):
+            try:
+                Reader(folder, index).verify((), rank, 3)
+            except CorruptError:
+                finders.append(rank)
+        assert len(finders) == before + 1, (name, span)
+        (folder / name).write_bytes(data)
+    assert finders == sorted(finders) and {*finders} == {0, 1, 2}
 
 
 def test_loading_refuses_damaged_files(saved: Path, tmp_path: Path) -> None:

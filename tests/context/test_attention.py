@@ -68,6 +68,9 @@ SINKS = [
     )
 ]
 
+# On 2 or 4 ranks, which divide the query heads: their greatest common divisor with the key heads decides the copies.
+REPEATED = [Case("ulysses", heads=heads) for heads in ((6, 3), (12, 6))]
+
 
 def tensors(case: Case, batch: int = 2) -> tuple[list[Tensor], Tensor | None]:
     """q, k, v and the gradient of the output, of the whole sequence, and its documents."""
@@ -155,13 +158,13 @@ def require_equal_to_plain(ranks: Any, size: int, cases: list[Case]) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_context_parallel_attention_equals_plain_attention(ranks: Any, size: int) -> None:
     """A sample with all combinations of two properties, because 5 divides none of their numbers of values."""
-    require_equal_to_plain(ranks, size, (PLAIN + ODD + SPARSE)[::5] + SINKS[::5])
+    require_equal_to_plain(ranks, size, (PLAIN + ODD + SPARSE)[::5] + SINKS[::5] + REPEATED)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_attention_with_every_option_equals_plain_attention(ranks: Any, size: int) -> None:
-    require_equal_to_plain(ranks, size, PLAIN + ODD + SPARSE + SINKS)
+    require_equal_to_plain(ranks, size, PLAIN + ODD + SPARSE + SINKS + REPEATED)
 
 
 @pytest.mark.parametrize("kernel", ["flash", "plain"])
@@ -330,6 +333,17 @@ def test_attention_on_one_rank_equals_torch_bitwise(options: dict[str, Any]) -> 
     assert q.shape[2] == 32
     torchs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     assert torch.equal(attention(q, k, v, grid=Grid(), **options), torchs)
+
+
+def test_document_numbers_written_in_place_are_read_anew() -> None:
+    """A caller may keep one tensor for the document numbers of all batches."""
+    case, buffer = Case(), torch.empty(2, 32, dtype=torch.int64)
+    (q, k, v, _), _ = tensors(case)
+    for length in (32, 5, 11):  # 32: one document
+        buffer.copy_((torch.arange(32) // length).expand(2, 32))
+        wanted = plain(q, k, v, case, buffer)
+        for _ in range(2):  # layers
+            torch.testing.assert_close(attention(q, k, v, grid=Grid(), documents=buffer), wanted, rtol=0, atol=BOUND)
 
 
 class Operations(TorchDispatchMode):

@@ -487,3 +487,30 @@ def test_groups_of_one_rank_need_no_call_on_other_ranks(ranks: Any) -> None:
     cases: list[tuple[dict[str, Any], int]] = [({"pipe": 2, "data": 2}, 4), ({}, 1), ({"data": 2, "tensor": 2}, 4)]
     for sizes, calls in cases:
         assert ranks(4, calls_on_all_ranks, sizes) == [calls] * 4
+
+
+def bytes_of_collectives() -> dict[str, float]:
+    """Return the bytes that this rank counts in each collective of 9 float64 numbers, 72 bytes, in all."""
+    axis, x = Grid(data=3, timeout=60).data, torch.ones(9, dtype=torch.float64)
+    axis.traffic.clear()
+    axis.all_reduce(x)
+    axis.all_gather(torch.empty_like(x), x[:3])
+    axis.reduce_scatter(torch.empty_like(x[:3]), x)
+    axis.broadcast(x, source=1)
+    # From rank r, r + 1 rows go to each rank.
+    rank = axis.rank
+    received, sent = torch.empty(6), torch.ones(3 * (rank + 1))
+    axis.all_to_all(received, sent, receive=[1, 2, 3], send=[rank + 1] * 3)
+    return {name: axis.traffic.bytes("data", name) for name in axis.traffic.report()["data"]}
+
+
+def test_each_rank_counts_the_bytes_that_a_ring_sends(ranks: Any) -> None:
+    for rank, sent in enumerate(ranks(3, bytes_of_collectives)):
+        ring = 72 * 2 / 3
+        assert sent == {
+            "all_reduce": 2 * ring,
+            "all_gather": ring,
+            "reduce_scatter": ring,
+            "broadcast": 72 if rank == 1 else 0,
+            "all_to_all": 2 * (rank + 1) * 4,
+        }

@@ -14,6 +14,7 @@ import torch
 
 from triax import Grid
 from triax.grid.comm.axis import Operation
+from triax.grid.comm.lanes import Lanes
 from triax.grid.comm.spans import OpenSpan, Spans
 
 
@@ -125,3 +126,29 @@ def test_a_span_of_an_operation_ends_with_its_wait(ranks: Any) -> None:
         for name, text, *_, async_op, seen in found:
             turn = [f"{text} turns"] if async_op else []
             assert seen == [f"{text} begins {name}", *turn, f"{text} ends"]
+
+
+def collectives_of_two_lanes() -> dict[str, list[str]]:
+    """Return for each collective what happens when both lanes call it and wait for it at once."""
+    grid = Grid(tensor=2, timeout=60)
+    axis, x = grid.tensor, torch.ones(2, 2)
+    axis.lanes = Lanes(grid.device, lambda: None, lambda state: None)
+    calls = {
+        "all_reduce": lambda: axis.all_reduce(x.clone()),
+        "all_gather": lambda: axis.all_gather(torch.empty(4, 2), x),
+        "reduce_scatter": lambda: axis.reduce_scatter(torch.empty(2), x.view(-1)),
+        "all_to_all": lambda: axis.all_to_all(torch.empty(2, 2), x),
+        "broadcast": lambda: axis.broadcast(x.clone()),
+    }
+    events: dict[str, list[str]] = {name: [] for name in calls}
+    for name, call in calls.items():
+        stop = axis.spans.read(partial(reader, "it", events[name]), name)
+        axis.lanes.run(call, call)
+        stop()
+    return events
+
+
+def test_collectives_of_two_lanes_are_in_flight_together(ranks: Any) -> None:
+    for events in ranks(2, collectives_of_two_lanes):
+        for name, seen in events.items():
+            assert seen == [f"it begins {name}"] * 2 + ["it turns", "it ends"] * 2

@@ -185,6 +185,25 @@ def test_reduction_starts_within_the_last_backward(ranks: Any) -> None:
         assert last.index("reduce 0") < last.index("backward 0")
 
 
+def gradients_at_the_step(stages: list[int]) -> list[int]:
+    """Return for each stage the number of parameters whose ``.grad`` keeps memory when the optimizer steps."""
+    here, kept = Grid(data=2, timeout=60), list[int]()
+    for stage in stages:
+        model = PipelineModule([LayerSpec(nn.Linear, 4, 4) for _ in range(3)], grid=here, loss_fn=loss_fn)
+        zero = {"stage": stage, "reduce_each_microbatch": False, "stage3_param_persistence_threshold": 0}
+        engine, optimizer, *_ = triax.initialize(model=model, config=small_config(micro=1, accumulation=2, zero=zero))
+        assert optimizer is not None
+        parameters = list(model.parameters())
+        optimizer.register_step_pre_hook(lambda *_, p=parameters: kept.append(sum(x.grad is not None for x in p)))
+        x = torch.randn(1, 4)
+        engine.train_batch(iter([(x, x)] * 2))
+    return kept
+
+
+def test_sharded_gradients_leave_no_whole_ones_at_the_step(ranks: Any) -> None:
+    assert ranks(2, gradients_at_the_step, [1, 2, 3]) == [[6, 0, 0]] * 2
+
+
 class Quantised(nn.Module):
     """A layer with frozen 8-bit weights, indices, and trained weights."""
 

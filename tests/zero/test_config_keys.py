@@ -242,7 +242,9 @@ def overlapping(zero: dict[str, Any]) -> Any:
     return during, chrome_trace(made.timeline)
 
 
-@pytest.mark.parametrize(("stage", "kinds"), [(0, {"all_reduce"}), (1, {"reduce_scatter"}), (3, {"all_gather"})])
+@pytest.mark.parametrize(
+    ("stage", "kinds"), [(0, {"all_reduce"}), (1, {"reduce_scatter"}), (2, {"reduce_scatter"}), (3, {"all_gather"})]
+)
 def test_overlap_comm_overlaps_collectives_with_backward(ranks: Any, stage: int, kinds: set[str]) -> None:
     for overlap in (True, False):
         for during, trace in ranks(REPLICAS, overlapping, {"stage": stage, "overlap_comm": overlap}):

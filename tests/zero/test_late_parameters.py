@@ -13,6 +13,7 @@ import triax
 from triax import Grid
 from triax.zero import ShardedOptimizer, gathered
 
+from support.foreign_optimizers import CountsInGroup, Foreign
 from support.training import small_config
 
 WIDTH, STEPS = 5, 8
@@ -159,6 +160,44 @@ def test_checkpoints_keep_the_step_count_of_each_parameter(ranks: Any, tmp_path:
 def test_a_plain_loop_counts_the_steps_of_each_parameter(ranks: Any) -> None:
     for name in ("Adam", "SGD"):
         require_equal(ranks(2, every_loop, name), plainly(2, name))
+
+
+class DecayedMomentum(Foreign):
+    """An optimizer of another package, whose momentum contains the decay of the weight."""
+
+    def update(self, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+        momentum = state.setdefault("momentum", torch.zeros_like(p))
+        p.sub_(momentum.mul_(0.9).add_(g).add_(p, alpha=0.5), alpha=group["lr"])
+
+
+def stepped(model: Any, step: int, replicas: range) -> Any:
+    """Return the loss of some replicas' batches, with what is frozen and left out in this step."""
+    branches = prepare(getattr(model, "module", model), step)
+    return sum(model(batch(step, replica), branches).square().mean() for replica in replicas) / len(replicas)
+
+
+def in_every_stage(kind: type[Foreign]) -> list[dict[str, Tensor]]:
+    grid, found = Grid(timeout=60), []
+    for stage in range(4):
+        zero, batch_size = {"stage": stage}, 4 * grid.size
+        engine = triax.Engine(made(), grid=grid, optimizer=kind, zero=zero, batch=batch_size)
+        for step in range(STEPS):
+            engine.backward(stepped(engine, step, range(grid.rank, grid.rank + 1)))
+            engine.step()
+        found.append(engine.gather())
+    return found
+
+
+@pytest.mark.parametrize("kind", [DecayedMomentum, CountsInGroup])
+def test_optimizers_of_other_packages_leave_parameters_out(ranks: Any, kind: type[Foreign]) -> None:
+    """Decay makes no momentum before the first gradient, and what a group counts counts once a step."""
+    model = made()
+    optimizer = kind(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        stepped(model, step, range(2)).backward()
+        optimizer.step()
+    require_equal(ranks(2, in_every_stage, kind), dict(model.state_dict()))
 
 
 @pytest.mark.exhaustive

@@ -11,6 +11,7 @@ import torch
 import triax
 from triax import Grid
 from triax.zero import ShardedOptimizer, gathered
+from triax.zero.shard_groups import shard_group
 
 from support.five_axes import Cell, Job, Place, differences, run
 from support.toys import error_text
@@ -160,6 +161,21 @@ def test_checkpoints_move_between_sizes_of_groups(
 ) -> None:
     zeros = [{"stage": stage, "shard_size": size} for stage, size in (saved, loaded)]
     ranks(4, saved_and_loaded, str(tmp_path), *zeros)
+
+
+def groups_of_experts(cases: list[tuple[int, int]]) -> list[Any]:
+    groups = [shard_group(Grid(expert=expert, timeout=60), "expert_data", size) for expert, size in cases]
+    return [(group.within.ranks, group.between and group.between.ranks) for group in groups]
+
+
+def test_experts_are_sharded_within_their_group_of_replicas(ranks: Any) -> None:
+    cases = [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2)]  # (expert, shard_size)
+    for rank, found in enumerate(ranks(4, groups_of_experts, cases)):
+        for (expert, size), axes in zip(cases, found, strict=True):
+            copies = [other for other in range(4) if other % expert == rank % expert]  # ranks that hold its experts
+            within = tuple(other for other in copies if other // size == rank // size)
+            between = tuple(other for other in copies if other % size == rank % size)
+            assert axes == (within, None if len(within) == len(copies) else between), (expert, size)
 
 
 def refused(zero: dict[str, Any]) -> str:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import triax
-from triax import ColumnParallelLinear, Grid, LayerSpec, PipelineModule, RowParallelLinear
+from triax import ColumnParallelLinear, Grid, LayerSpec, Layout, PipelineModule, RowParallelLinear
 from triax.base.errors import ConfigError
 from triax.checkpoint.format.index import read_index
 from triax.checkpoint.reader import Reader
 from triax.compat.deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from triax.zero.flat import BLOCK
 from triax.zero.offload import Memory
-from triax.zero.stored_state import code_values, stored_state
+from triax.zero.stored_state import code_values, kind_of_state, stored_state
 
 from support.toys import error_text
 from support.training import assert_steps_equal, microbatches, pipeline_engine, text_batches, tiny_gpt, train
@@ -52,6 +52,13 @@ def test_stored_state_is_rounded_to_the_nearest_code(kind: str, bits: int, key: 
     assert sum(tensor.nbytes for tensor in stored.tensors()) == x.numel() * bits // 8 + 4 * x.numel() // BLOCK
     stored.write(0, read)
     assert torch.equal(stored.read(0, x.numel()), read), "what was read has other codes"
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_parameters_of_4096_elements_and_more_have_codes(kind: str) -> None:
+    """As with ``min_8bit_size`` of bitsandbytes."""
+    kinds = [kind_of_state(kind, Layout(shape), torch.float32, 1, 1) for shape in ((4095,), (4096,), (65, 64))]
+    assert kinds == [None, kind, kind]
 
 
 class Branches(nn.Module):
