@@ -140,6 +140,24 @@ def test_stored_state_is_bitwise_equal_on_every_grid_and_stage(ranks: Any, tmp_p
         torch.testing.assert_close(saved_state(later / str(number)), last, rtol=0, atol=0, msg=str(cells[number]))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_each_stage_and_group_has_the_bits_of_one_process(ranks: Any, tmp_path: Path, kind: str, tensor: int) -> None:
+    trained(tmp_path / "alone", [(1, kind, {})])
+    alone = saved_state(tmp_path / "alone" / "0")
+    sizes = [size for size in (None, 1, 2, 4) if size is None or 4 // tensor % size == 0]
+    zeros: list[dict[str, Any]] = [
+        {"stage": stage, "offload_optimizer": offload, "sub_group_size": 20000, "shard_size": size if stage else None}
+        for stage in range(4)
+        for offload in ("none", "cpu")
+        for size in (sizes if stage else sizes[:1])
+    ]
+    ranks(4, trained, tmp_path / "ranks", [(tensor, kind, zero) for zero in zeros], timeout=240)
+    for number, zero in enumerate(zeros):
+        torch.testing.assert_close(saved_state(tmp_path / "ranks" / str(number)), alone, rtol=0, atol=0, msg=str(zero))
+
+
 def gpt_steps(cells: list[tuple[int, int, dict[str, Any]]], kind: Any) -> list[Any]:
     found = []
     for pipe, tensor, zero in cells:
