@@ -129,7 +129,9 @@ def test_remaining_replicas_take_the_steps_of_killed_ones(tmp_path: Path) -> Non
     assert [float.fromhex(whole[step]) for step in range(steps)] == pytest.approx(expected, rel=1e-10)
 
 
-@pytest.mark.parametrize(("grid", "zero"), [({"pipe": 2}, 0), ({"data": 2}, 3)])
+@pytest.mark.parametrize(
+    ("grid", "zero"), [({"pipe": 2}, 0), ({"data": 2}, 3), ({"data": 4}, {"stage": 2, "shard_size": 2})]
+)
 def test_replicas_of_several_ranks_survive_a_kill(grid: dict[str, int], zero: int, tmp_path: Path) -> None:
     with coordinator(least=1) as address:
         common = {"gather": "ab", "final": "ab", "faults": "b", "pause": 0.05, "grid": grid, "zero": zero}
