@@ -139,7 +139,7 @@ def test_replicas_of_several_ranks_survive_a_kill(grid: dict[str, int], zero: in
         b = start(tmp_path, "b", address, after=2, fault=kill, **common)
         assert KILLED in finish(b)
         again = start(tmp_path, "b", address, **common)
-        assert finish([*a, *again]) == [0, 0, 0, 0]
+        assert {*finish([*a, *again])} == {0}
     whole = losses(tmp_path, "a") | losses(tmp_path, "b")
     steps = len(whole)
     assert losses(tmp_path, "b", 1).items() <= whole.items() and steps - 1 in losses(tmp_path, "b")
