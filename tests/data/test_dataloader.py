@@ -33,8 +33,10 @@ def numbers() -> list[int]:
     return list(range(SAMPLES))
 
 
-def loader(data: Any = None, train: int = TRAIN, replica: int = 0, replicas: int = 1, **options: Any) -> Loader:
-    made = make_loader(numbers() if data is None else data, train, MICRO, replica, replicas, 3, **options)
+def loader(
+    data: Any = None, train: int = TRAIN, replica: int = 0, replicas: int = 1, seed: int = 3, **options: Any
+) -> Loader:
+    made = make_loader(numbers() if data is None else data, train, MICRO, replica, replicas, seed, **options)
     assert isinstance(made, Loader)
     return made
 
@@ -181,10 +183,20 @@ class Noisy(torch.utils.data.Dataset[Tensor]):
 
 
 def test_random_numbers_of_workers_depend_on_seed_and_epoch() -> None:
-    epochs = [[batch.tolist() for batch in each] for each in [loader(Noisy(), workers=1)] * 2]
-    made = loader(Noisy(), workers=1)
-    made.seek(5)
-    assert [batch.tolist() for batch in made] == epochs[1] != epochs[0]
+    def noise(epochs: int, seed: int = 3, start: int = 0) -> list[dict[int, float]]:
+        """Read epochs; return of each the random part of each sample, by its index."""
+        made = loader(Noisy(), workers=1, seed=seed)
+        made.seek(start)
+        read = [torch.cat(list(made)).tolist() for _ in range(epochs)]
+        return [{int(value): value - int(value) for value in values} for values in read]
+
+    first, second = noise(2)
+    [other] = noise(1, seed=4)
+    assert noise(1, start=5) == [second], "5 batches are an epoch"
+    assert noise(2) == [first, second]
+    for unlike in (second, other):
+        common = first.keys() & unlike.keys()
+        assert len(common) > SAMPLES // 2 and all(first[index] != unlike[index] for index in common)
 
 
 # ------------------------------------------------------------------------------------------- in an engine, on a grid

@@ -48,8 +48,19 @@ def test_balanced_spreads_layers_evenly_below_the_maximum() -> None:
 
 
 def test_500_layers_are_balanced_over_64_stages() -> None:
-    cuts = balanced([float(i % 7 + 1) for i in range(500)], 64)
-    assert len(cuts) == 65
+    costs = [float(i % 7 + 1) for i in range(500)]
+    cuts = balanced(costs, 64)
+    assert len(cuts) == 65 and cuts[0] == 0 and cuts[-1] == 500
+    largest = max(sum(costs[a:b]) for a, b in itertools.pairwise(cuts))
+
+    def stages_of(most: float) -> int:
+        """Fewest stages of at most ``most``: each takes as many layers as it can."""
+        stages, held = 1, 0.0
+        for cost in costs:
+            stages, held = (stages, held + cost) if held + cost <= most else (stages + 1, cost)
+        return stages
+
+    assert stages_of(largest) <= 64 < stages_of(largest - 1), "no cut has a smaller largest stage"
 
 
 def test_each_partition_method_cuts_by_its_rule() -> None:
