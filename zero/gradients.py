@@ -52,13 +52,16 @@ class ReducingPass:
 
     Args:
         buckets: the buckets, in the order of their reductions.
+        last: it is the stage's last pass in the step.
 
     Attributes:
+        last: as given.
         left: those whose reduction has not begun.
         missing: id of each of ``buckets`` -> parameters whose gradients are not complete yet.
     """
 
-    def __init__(self, buckets: Sequence[Bucket] = ()) -> None:
+    def __init__(self, buckets: Sequence[Bucket] = (), last: bool = False) -> None:
+        self.last = last
         self.left = list(buckets)
         self.missing: dict[int, set[Tensor]] = {id(b): {m.parameter for m in b.members} for b in buckets}
         self._runs_left: dict[int, int] = {}  # layer -> runs of it whose backward is still to come in this pass
@@ -92,9 +95,8 @@ class GradientReducer:
 
     A step's state, from ``begin``: reductions in flight, each with its bucket if it is the bucket's last one of the
     step (``_pending``); of each bucket that is reduced once a step, the stages whose REDUCE is still to come
-    (``_stages_left``); the backward pass that reduces (``_running``), and True if it is its stage's last one
-    (``_in_last``); of each stage, parameters of direct buckets whose first gradient is not in its bucket yet
-    (``_waiting``); parameters without a gradient so far (``_unused``).
+    (``_stages_left``); the backward pass that reduces (``_running``); of each stage, parameters of direct buckets whose
+    first gradient is not in its bucket yet (``_waiting``); parameters without a gradient so far (``_unused``).
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class GradientReducer:
         self._in_flight = _IN_FLIGHT if options.overlap_comm else 0
         # On one replica nothing is sent, and gradients are complete at the end.
         self._overlapped = [bucket for bucket in self._buckets if bucket.axis.size > 1 or bucket.transient]
-        self._running, self._in_last = ReducingPass(), False
+        self._running = ReducingPass()
         self._stages_left: dict[int, set[int]] = {}
         # By id, here and in ``_unused``: the hash of a tensor is a call into Python, for each parameter and microbatch.
         self._bucket_of = {id(member.parameter): bucket for bucket in self._buckets for member in bucket.members}
@@ -322,13 +324,12 @@ class GradientReducer:
 
         ``parameters`` have a hook in the pass. ``last``: it is the stage's last pass in the step.
         """
-        self._running, self._in_last = ReducingPass(due), last
-        running = self._running
+        self._running = running = ReducingPass(due, last)
         with self._hooks.within(parameters):
             yield
         for bucket in running.left:
             self._start(bucket)
-        self._running, self._in_last = ReducingPass(), False
+        self._running = ReducingPass()
         self.take_first_gradients(stage)
 
     def _take_first(self, parameters: Iterable[tuple[Bucket, Tensor]]) -> list[tuple[Bucket, Tensor]]:
@@ -362,7 +363,7 @@ class GradientReducer:
         """Start the reduction of one bucket's gradients over the data axis."""
         self._stages_left.get(id(bucket), set()).clear()
         self._take_gradients(bucket)
-        ends = not bucket.reduces_every_backward or (self._in_last and len(bucket.stages) == 1)
+        ends = not bucket.reduces_every_backward or (self._running.last and len(bucket.stages) == 1)
         self._pending.append((bucket.start_reduction(self._grid.tensor), bucket if ends else None))
         self._wait(self._in_flight)
 

@@ -252,7 +252,7 @@ class RangeStepper:
         """
         if bucket.master is None:
             return None
-        value: Any = dict(self._elementwise_state(bucket.master)).get(key)
+        value = next((value for name, value in self._elementwise_state(bucket.master) if name == key), None)
         return None if value is None else (value, bucket.owned[0])
 
     def keep_state(self, bucket: Bucket, key: str, value: Tensor) -> None:

@@ -207,10 +207,11 @@ class SubGroups:
         numbers: dict[tuple[Bucket, Tensor | None], Numbers],
     ) -> None:
         # Fused kernels do not take tensors with and without state together.
+        before = [(piece, self._numbers(piece)) for piece in pieces]
         for begun in (False, True):
-            chosen = [piece for piece in pieces if (self._numbers(piece) is not None) is begun]
-            if chosen:
-                self._step_alike(chosen, scale, frozen, numbers)
+            alike = [pair for pair in before if (pair[1] is not None) is begun]
+            if alike:
+                self._step_alike(alike, scale, frozen, numbers)
 
     def _numbers(self, piece: BucketPiece) -> Numbers | None:
         """Return a copy of the state of a piece that is one number; None if the piece has no state yet.
@@ -229,28 +230,28 @@ class SubGroups:
 
     def _step_alike(
         self,
-        pieces: Sequence[BucketPiece],
+        before: Sequence[tuple[BucketPiece, Numbers | None]],
         scale: float,
         frozen: dict[Bucket, list[tuple[int, int]]],
         numbers: dict[tuple[Bucket, Tensor | None], Numbers],
     ) -> None:
-        """Step pieces that all have state, or all have none."""
+        """Step pieces that all have state, or all have none; ``before`` has each with its numbers before the step."""
+        pieces = [piece for piece, _ in before]
         chosen: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
         parts: list[nn.Parameter] = []
         state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         kept: list[tuple[Tensor, Tensor]] = []
-        for piece in pieces:
-            bucket, start, stop, _ = piece
+        for (bucket, start, stop, _), own_numbers in before:
             assert bucket.master is not None and bucket.group is not None
             gradient = bucket.owned_gradient[start:stop]
             if scale != 1.0:
                 gradient.mul_(scale)
             part = nn.Parameter(bucket.master.detach()[start:stop])
             part.grad = gradient.to(part.device)
-            if (before := self._numbers(piece)) is not None:
+            if own_numbers is not None:
                 flat = self.optimizer.state[bucket.master]
                 tensors = {k: v[start:stop] for k, v in flat.items() if is_elementwise(v, bucket.master)}
-                state[part] = {**before, **tensors}
+                state[part] = {**own_numbers, **tensors}
                 for key, stored in self.stored[bucket].items():
                     if stored.filled:
                         state[part][key] = stored.read(start, stop)

@@ -283,7 +283,7 @@ def test_other_optimizers_step_coded_state_as_one_process(ranks: Any, name: str)
 
 
 class Thawing(nn.Module):
-    """Two layers, of which the first is frozen at first, and the second has no gradient in each second step."""
+    """Three layers. The first is frozen in two steps; the second has no gradient in every second step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,3 +320,31 @@ def test_late_parameters_have_codes_and_counts_of_their_own(ranks: Any) -> None:
     for rank in ranks(2, thawed, "int8", [{"stage": 2}, {"stage": 3, "sub_group_size": 640}]):
         for weights in rank:
             torch.testing.assert_close(weights, apart, rtol=1e-10, atol=1e-12)
+
+
+def coded(x: Tensor, bits: int, signed: bool) -> Tensor:
+    """Return the nearest coded values of blocks of 64 elements, by their distances to all values."""
+    blocks, values = x.flatten().view(-1, BLOCK), code_values(bits, signed).double()
+    scales = blocks.abs().amax(1, keepdim=True).float().double()
+    return (values[(blocks[..., None] - values * scales[..., None]).abs().argmin(-1)] * scales).view_as(x)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("int4", 4)])
+def test_steps_equal_torchs_adamw_whose_moments_are_coded(kind: Any, bits: int) -> None:
+    torch.manual_seed(6)
+    model = nn.Linear(80, 64, dtype=torch.float64)
+    plain = nn.Linear(80, 64, dtype=torch.float64)
+    plain.load_state_dict(model.state_dict())
+    engine = triax.Engine(model, optimizer=triax.Optimizer("AdamW", lr=1e-2, state=kind), batch=8)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for _ in range(5):
+        x = torch.randn(8, 80, dtype=torch.float64)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        optimizer.step()
+        state = optimizer.state[plain.weight]  # the bias has less than 4,096 elements
+        state["exp_avg"] = coded(state["exp_avg"], bits, signed=True)
+        state["exp_avg_sq"] = coded(state["exp_avg_sq"], bits, signed=False)
+    torch.testing.assert_close(engine.gather(), dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
