@@ -341,7 +341,7 @@ def test_a_save_between_microbatches_stores_the_previous_step(tmp_path: Path) ->
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_steps_repeated_after_a_load_are_saved_again(tmp_path: Path, every: int) -> None:
-    """After an earlier step is loaded, the checkpoint of step 2 is replaced by that of the new branch."""
+    """A run that goes back to an earlier step replaces the checkpoint of step 2 by its own."""
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def started(**options: Any) -> Any:

@@ -334,7 +334,7 @@ def all_waves() -> list[Any]:
 
 
 def test_complex_parameters_train_as_in_plain_pytorch(ranks: Any) -> None:
-    """The norm was that of the real parts only, so clipping was wrong too; fused optimizers failed."""
+    """The norm and clipping count real and imaginary parts, and fused optimizers take complex gradients."""
     wanted = {kind: waves(kind, zero=None) for kind in OPTIMIZERS}
     for found in ranks(2, all_waves):
         for kind, steps in found:

@@ -1,4 +1,4 @@
-"""docs/deepspeed.md: its table is that of the ledger, its programs run, its keys exist."""
+"""docs/deepspeed.md: the table equals the ledger, the programs run, and the keys exist."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_impossible_uses_of_adapter_sets_are_refused(ranks: Callable[..., list[A
 
 
 class Pair(nn.Module):
-    """Two linear layers, of which only the first can be kept in 4 bits, and a norm."""
+    """Two linear layers and a norm. Only the first linear layer can be kept in 4 bits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ def squares(y: Tensor, labels: Tensor) -> Tensor:
 
 
 def model_of(grid: Grid, dtype: torch.dtype | None) -> PipelineModule:
-    """Four layers, of which one bias is frozen; the same weights in each call."""
+    """Four layers with one frozen bias. Each call gives equal weights."""
     torch.manual_seed(0)
     layers = [LayerSpec(Layer, WIDTH) for _ in range(4)]
     model = PipelineModule(layers, grid=grid, loss_fn=squares, dtype=dtype, partition="uniform")

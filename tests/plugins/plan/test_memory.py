@@ -241,7 +241,7 @@ _SCHEDULES = [
 @pytest.mark.parametrize(("schedule", "chunks"), _SCHEDULES)
 @pytest.mark.parametrize("pipe", [1, 2, 3, 4])
 def test_microbatches_in_flight_equal_the_peak_of_the_schedule(schedule: str, chunks: int, pipe: int) -> None:
-    """In steps of many microbatches too, of which the formula looks at the first ones only."""
+    """Also in steps of many microbatches: the formula looks at the first ones only."""
     for microbatches in (1, 2, 3, 5, 8, 13, 16, 29, 40):
         if microbatches < RECIPES[schedule].least(pipe):
             continue
