@@ -25,7 +25,7 @@ BUDGET = {
     "models": 7651,
     "pipe": 7612,
     "compat": 7047,
-    "zero": 5870,
+    "zero": 5871,
     "grid": 4830,
     "train": 4325,
     "cli": 3446,
