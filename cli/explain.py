@@ -110,7 +110,6 @@ def memory_of_job(job: Job) -> ModelMemory:
         options=options,
         partition=cut,
         shard_tensor=bool(job.file.model.experts.shard_tensor),
-        document_mask=job.document_mask,
     )
 
 

@@ -15,7 +15,7 @@ from ..options.base import REQUIRED, Options, option
 from .fit import fit
 from .flags import one_line_errors, with_flags
 from .foreign_options import Command
-from .plan_files import TO_SET, write_sbatch, write_training_file
+from .plan_files import write_sbatch, write_training_file
 from .plan_inputs import model_of, parse_layout
 from .plan_text import (
     chosen,
@@ -148,7 +148,7 @@ def search(flags: SearchFlags) -> None:
         flags.layer_costs.write_text(CostModel(work).layer_costs(best).to_json(), encoding="utf-8")
     if flags.write is not None:
         write_training_file(flags.write, flags.model, run.source, work, best, trust)
-        needed = "" if run.source is not None else f"; {TO_SET.format(flags.write)}"
+        needed = "" if run.source is not None else "; set training.steps, training.learning_rate, data.training"
         typer.echo(f"wrote {flags.write}: {best}{needed}", err=flags.json)
         if flags.sbatch is not None:
             nodes = write_sbatch(flags.sbatch, flags.write, best.gpus)
@@ -217,7 +217,6 @@ def _run(flags: RunFlags) -> _PlannedRun:
         *(config, machine(flags.machine), batch, sequence or config.max_position_embeddings),
         *(flags.precision, flags.products),
         speeds=flags.speeds or (),
-        document_mask=file is not None and file.method is None and file.data.document_mask,
     )
     memory = flags.memory if isinstance(flags.memory, tuple) else (flags.memory or work.machine.memory / 1e9,)
     return _PlannedRun(work, [1e9 * size for size in memory], file, source)

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from ..train.file import ReadFile
 
 _WRITTEN = "# written by triax plan"  # first line of its training files, which it may write again
-TO_SET = (
-    "set training.steps, training.learning_rate and data.training in it. Its data.document_mask is false; if you set "
-    "it to true, triax plan --model {} counts the mask's bytes"
-)
 
 
 def write_training_file(
@@ -46,8 +42,7 @@ def write_training_file(
             shape = {"folder": model, "weights": any(Path(model).glob("*.safetensors"))}
         if model.endswith(".json"):
             raise ValueError("--write needs a model that triax train can build. Give a preset or a folder.")
-        data = {"training": "tokens", "document_mask": work.document_mask}
-        content = {"model": shape, "data": data, "training": {"steps": 1000}}
+        content = {"model": shape, "data": {"training": "tokens"}, "training": {"steps": 1000}}
     sizes = ("pipe", "data", "context", "tensor", "expert")
     content["grid"] = {name: getattr(layout, name) for name in sizes}
     content["grid"]["sequence_parallel"] = bool(layout.sequence_parallel)

@@ -15,7 +15,9 @@ and ds has the factor 1 - tanh(s / c)^2.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,13 @@ from torch import Tensor
 from ..base.torch_private import flash_cpu, flash_cpu_backward, flash_gpu, flash_gpu_backward
 
 _CHUNK = 2**24  # scores held at a time by the plain computation
+
+
+class Scores(NamedTuple):
+    """Factor of the scores, and their cap c, with which they become c tanh(scores / c); None: no cap."""
+
+    scale: float
+    softcap: float | None = None
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -149,6 +158,12 @@ class Merged:
         self.empty = sinks is None
         if sinks is not None:
             self.lse.copy_(sinks[:, None])
+
+    def part(self, row: slice, queries: slice) -> Merged:
+        """Return a view of some rows and queries, to which other blocks are added."""
+        self.empty, view = False, copy.copy(self)
+        view.out, view.lse, view.empty = self.out[row, :, queries], self.lse[row, :, queries], False
+        return view
 
     def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
         """Merge the output of one block for some of the queries."""

@@ -14,8 +14,10 @@ from ..base.uncompiled import uncompiled
 from ..grid import Grid
 from ..grid.comm.axis import Axis
 from ..grid.ranges import split
+from .block import Scores
+from .documents import documents_of
 from .gather_keys import gather_attention
-from .mask import Mask, on_cpu
+from .mask import Mask
 from .order import local_length
 from .ring import ring_attention
 from .sparsity import Sparsity
@@ -38,6 +40,7 @@ def attention(
     sparsity: Sparsity | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Softmax attention of this rank's tokens with all tokens of their sequences.
 
@@ -62,6 +65,7 @@ def attention(
         sinks: (H,), attention sinks (gpt-oss, Xiao et al. 2023, arXiv:2309.17453): for each head the score of one more
             key, which every query sees, and whose value is 0. So the weights of the tokens add up to less than 1. Its
             gradient is that of this rank's tokens. None: no sinks.
+        softcap: cap c of the scores, which become c tanh(scores / c) before the mask (Gemma 2); None: no cap.
 
     Returns:
         (B, H, T_local, width). A token that may attend to nothing has the output 0, and so has padding, except on a
@@ -94,6 +98,7 @@ def attention(
         heads=heads,
         scale=scale,
         sinks=sinks,
+        softcap=softcap,
     )
 
 
@@ -111,6 +116,7 @@ def context_attention(
     heads: range | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """``attention`` over any axis.
 
@@ -124,30 +130,30 @@ def context_attention(
     _check(q, k, v, axis.size, kind, window, documents, sinks)
     dtype = product_dtype(q)
     q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
-    mask = Mask(length, causal, window if window is not None and window < length else None, on_cpu(documents))
+    mask = Mask(length, causal, window if window is not None and window < length else None, documents_of(documents))
     if sparsity is not None:
         layout = sparsity.layout(length, range(q.shape[1]) if heads is None else heads)
         mask = replace(mask, layout=layout, block=sparsity.block)
-    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale  # exactly as torch
+    scores = Scores(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap)  # exactly as torch
     if axis.size == 1:
-        return _local_attention(q, k, v, mask, factor, sinks)
+        return _local_attention(q, k, v, mask, scores, sinks)
     if kind == "ring":
-        return ring_attention(q, k, v, axis, mask, factor, sinks)
+        return ring_attention(q, k, v, axis, mask, scores, sinks)
     if kind == "gather":
-        return gather_attention(q, k, v, axis, mask, factor, sinks)
+        return gather_attention(q, k, v, axis, mask, scores, sinks)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, held: slice) -> Tensor:
-        return _local_attention(q, k, v, _of_heads(mask, held), factor, _sinks_of(sinks, held))
+        return _local_attention(q, k, v, _of_heads(mask, held), scores, _sinks_of(sinks, held))
 
     return ulysses_attention(q, k, v, axis, length, attend)
 
 
-def _local_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None = None) -> Tensor:
+def _local_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, sinks: Tensor | None) -> Tensor:
     """Return the attention over whole sequences in the order of positions."""
-    if mask.plain and sinks is None:
+    if mask.plain and sinks is None and scores.softcap is None:
         grouped = k.shape[1] != q.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, scale=scale, enable_gqa=grouped)
-    return gather_attention(q, k, v, Axis("local", (0,), 0, None), mask, scale, sinks)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, scale=scores.scale, enable_gqa=grouped)
+    return gather_attention(q, k, v, Axis("local", (0,), 0, None), mask, scores, sinks)
 
 
 def _sinks_of(sinks: Tensor | None, heads: slice) -> Tensor | None:

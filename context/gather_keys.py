@@ -14,34 +14,34 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..grid.comm.axis import Axis
-from .block import Merged, sinks_gradient
+from .block import Merged, Scores, sinks_gradient
 from .mask import Mask
 from .order import all_gather, reduce_scatter, reshard, runs, unshard
 from .pair import Gradients, Queries, pack, unpack
 
 
 def gather_attention(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scale: float, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scores: Scores, sinks: Tensor | None = None
 ) -> Tensor:
     """Return the attention of this rank's queries with the keys of all ranks. Collective, its backward pass too.
 
     Args, returns: as for ``ring.ring_attention``. With an axis of size 1 nothing is communicated.
     """
-    out: Tensor = _Gathered.apply(q, k, v, axis, mask, scale, sinks)
+    out: Tensor = _Gathered.apply(q, k, v, axis, mask, scores, sinks)
     return out
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scale: float, sinks: Tensor | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scores: Scores, sinks: Tensor | None
     ) -> Tensor:
-        queries = Queries(q, runs(mask.length, q.shape[2], axis.size, axis.rank), mask, scale)
+        queries = Queries(q, runs(mask.length, q.shape[2], axis.size, axis.rank), mask, scores)
         total = Merged((*q.shape[:3], v.shape[3]), q, sinks)
         queries.forward(total, *_whole(k, v, axis, mask.length), ((0, mask.length),))
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, total.lse, sinks)
-        ctx.axis, ctx.mask, ctx.scale = axis, mask, scale
+        ctx.axis, ctx.mask, ctx.scores = axis, mask, scores
         return out
 
     @staticmethod
@@ -50,7 +50,7 @@ class _Gathered(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         axis, length = ctx.axis, ctx.mask.length
         keys, values = _whole(k, v, axis, length)
-        queries = Queries(q, runs(length, q.shape[2], axis.size, axis.rank), ctx.mask, ctx.scale)
+        queries = Queries(q, runs(length, q.shape[2], axis.size, axis.rank), ctx.mask, ctx.scores)
         grads = Gradients(q, keys, values)
         lse = lse.masked_fill(lse == -torch.inf, 0)
         queries.backward(dout, out, lse, keys, values, ((0, length),), grads)

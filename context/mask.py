@@ -1,19 +1,18 @@
 """Attention mask as a rule: which keys each query sees, by their positions in the whole sequence.
 
-``Mask`` holds the rule. ``tiles`` cuts a plain rule (causal or not, nothing else) into dense rectangles. Other rules
-are computed by blocks (block_sparse.py).
+``Mask`` holds the rule. Documents are cut first (documents.py). In each, ``tiles`` cuts a plain rule (causal or not,
+nothing else) into dense rectangles; windows and block masks are computed by blocks (block_sparse.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from .order import Runs
-
-_ATTRIBUTE = "triax_documents"  # on the tensor of documents, so that all layers read it once
+from .documents import Documents
+from .order import Runs, count
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +23,7 @@ class Mask:
         length: T, the number of tokens of the whole sequence without padding.
         causal: a token sees itself and earlier tokens only.
         window: a token sees keys at a distance below ``window`` only. None: any distance.
-        documents: document number of each token, integers (B, T), on the CPU; a token sees its own document only. None:
-            each row is one document.
+        documents: a token sees its own document only. None: each row is one document.
         layout: blocks that are computed, bool (heads or 1, n, n) with n = T / ``block`` rounded up, on the CPU. None:
             all.
         block: tokens in a block of ``layout``.
@@ -34,7 +32,7 @@ class Mask:
     length: int
     causal: bool
     window: int | None = None
-    documents: Tensor | None = None
+    documents: Documents | None = None
     layout: Tensor | None = None
     block: int = 0
 
@@ -43,13 +41,12 @@ class Mask:
         """True if the rule depends on nothing but ``causal``."""
         return self.window is None and self.documents is None and self.layout is None
 
-    def allowed(self, queries: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
-        """Return for each pair of query and key whether the query sees the key. ``layout`` is not looked at.
+    def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return for each pair of query and key whether ``causal`` and ``window`` let the query see the key.
 
         Args:
             queries: positions of queries, int64 (R, m); -1 where there is no token.
             keys: positions of keys, int64 (R, n); -1 where there is no token.
-            rows: (R,), the rows of ``documents`` to which the tokens belong.
 
         Returns:
             bool (R, m, n).
@@ -60,26 +57,7 @@ class Mask:
             seen &= distance >= 0
         if self.window is not None:
             seen &= distance.abs() < self.window
-        if self.documents is not None:
-            numbers, rows = self.documents.to(keys.device), rows.to(keys.device)[:, None]
-            own_numbers, theirs = (numbers[rows, places.clamp(min=0)] for places in (queries, keys))
-            seen &= own_numbers[:, :, None] == theirs[:, None, :]
         return seen
-
-
-def on_cpu(documents: Tensor | None) -> Tensor | None:
-    """Return the document numbers on the CPU, or None if each row is one document. Cached on the tensor."""
-    if documents is None:
-        return None
-    version = None if documents.is_inference() else documents._version  # tensors of inference mode count no versions
-    cached: tuple[Any, Tensor | None] = getattr(documents, _ATTRIBUTE, (None, None))
-    if version is not None and cached[0] == version:
-        return cached[1]
-    numbers: Tensor | None = documents.detach().cpu()
-    if numbers is not None and bool((numbers == numbers[:, :1]).all()):
-        numbers = None
-    setattr(documents, _ATTRIBUTE, (version, numbers))
-    return numbers
 
 
 class Tile(NamedTuple):
@@ -115,8 +93,3 @@ def tiles(queries: Runs, keys: Runs, causal: bool) -> list[Tile]:
         if any(first <= start < last for first, last in keys):
             merged.append(Tile(tile_queries, slice(before, before + stop - start), True))
     return merged
-
-
-def count(runs: Runs) -> int:
-    """Return the number of positions in some ranges."""
-    return sum(stop - start for start, stop in runs)

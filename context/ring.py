@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..grid.comm.axis import Axis
 from ..grid.comm.pending import All, Pending
-from .block import Merged, sinks_gradient
+from .block import Merged, Scores, sinks_gradient
 from .mask import Mask
 from .order import runs
 from .pair import Gradients, Queries, pack, unpack
@@ -27,7 +27,7 @@ _KEYS, _GRADIENTS = 2, 3  # tags
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scale: float, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scores: Scores, sinks: Tensor | None = None
 ) -> Tensor:
     """Return the attention of this rank's queries with the keys of all ranks. Collective, its backward pass too.
 
@@ -36,24 +36,24 @@ def ring_attention(
         k, v: (B, K, T_local, dim or width), this rank's keys and values.
         axis: the context axis.
         mask: the rule by which a query sees a key.
-        scale: factor of the scores.
+        scores: factor and cap of the scores.
         sinks: (H,), for each of these heads the score of a key with the value 0 that every query sees; None: no such
             key.
 
     Returns:
         (B, H, T_local, width). Padding has the output 0 and no gradient.
     """
-    out: Tensor = _Ring.apply(q, k, v, axis, mask, scale, sinks)
+    out: Tensor = _Ring.apply(q, k, v, axis, mask, scores, sinks)
     return out
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scale: float, sinks: Tensor | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scores: Scores, sinks: Tensor | None
     ) -> Tensor:
         held = [runs(mask.length, q.shape[2], axis.size, rank) for rank in range(axis.size)]
-        queries = Queries(q, held[axis.rank], mask, scale)
+        queries = Queries(q, held[axis.rank], mask, scores)
         total, flat = Merged((*q.shape[:3], v.shape[3]), q, sinks), pack(k, v)
         for step in range(axis.size):
             arriving, pending = _pass_on(axis, flat, _KEYS) if step < axis.size - 1 else (flat, All([]))
@@ -62,7 +62,7 @@ class _Ring(torch.autograd.Function):
             flat = arriving
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, total.lse, sinks)
-        ctx.axis, ctx.mask, ctx.scale = axis, mask, scale
+        ctx.axis, ctx.mask, ctx.scores = axis, mask, scores
         return out
 
     @staticmethod
@@ -72,7 +72,7 @@ class _Ring(torch.autograd.Function):
         axis: Axis = ctx.axis
         last = axis.size - 1
         held = [runs(ctx.mask.length, q.shape[2], axis.size, rank) for rank in range(axis.size)]
-        queries, grads = Queries(q, held[axis.rank], ctx.mask, ctx.scale), Gradients(q, k, v)
+        queries, grads = Queries(q, held[axis.rank], ctx.mask, ctx.scores), Gradients(q, k, v)
         lse = lse.masked_fill(lse == -torch.inf, 0)
         flat, own = pack(k, v), grads.flat
         travelling: tuple[Tensor, Pending] | None = None

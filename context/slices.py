@@ -26,8 +26,9 @@ from torch.autograd.function import once_differentiable
 
 from ..base.autograd import cast, product_dtype
 from ..base.uncompiled import uncompiled
-from .block import Merged, sinks_gradient
-from .mask import Mask, on_cpu
+from .block import Merged, Scores, sinks_gradient
+from .documents import documents_of, positions_within
+from .mask import Mask
 from .pair import Gradients, Queries
 
 
@@ -92,11 +93,8 @@ class Slices:
             int64 (B, n), or (1, n) without documents.
         """
         if self._places is None or self._places[0] is not documents:
-            places = torch.arange(self.length, device=device)[None]
-            if documents is not None:
-                begins = torch.ones_like(documents, dtype=torch.bool)
-                begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-                places = places - (places * begins).cummax(dim=1).values
+            whole = torch.arange(self.length, device=device)[None]
+            places = whole if documents is None else positions_within(documents)
             self._places = documents, places[:, self.start : self.stop]
         return self._places[1]
 
@@ -148,10 +146,10 @@ class Slices:
         if keys is None:
             keys = self._running[id(layer)] = _SliceKeys(k, v, self.length)
         mask = Mask(
-            self.length, True, window if window is not None and window < self.length else None, on_cpu(documents)
+            self.length, True, window if window is not None and window < self.length else None, documents_of(documents)
         )
-        factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        out: Tensor = _SliceAttention.apply(q, k, v, sinks, keys, mask, factor, softcap, (self.start, self.stop))
+        scores = Scores(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap)
+        out: Tensor = _SliceAttention.apply(q, k, v, sinks, keys, mask, scores, (self.start, self.stop))
         return out
 
     def recur(
@@ -226,18 +224,17 @@ class _SliceAttention(torch.autograd.Function):
         sinks: Tensor | None,
         keys: _SliceKeys,
         mask: Mask,
-        scale: float,
-        softcap: float | None,
+        scores: Scores,
         tokens: tuple[int, int],
     ) -> Tensor:
         start, stop = tokens
         keys.write(k, v, start, stop)
         total = Merged((*q.shape[:3], v.shape[3]), q, sinks)
-        Queries(q, (tokens,), mask, scale, softcap).forward(total, *keys.until(stop), ((0, stop),))
+        Queries(q, (tokens,), mask, scores).forward(total, *keys.until(stop), ((0, stop),))
         out = total.out.to(q.dtype)
         # Keys and values are not saved: all slices share them.
         ctx.save_for_backward(q, out, total.lse, sinks)
-        ctx.keys, ctx.mask, ctx.scale, ctx.softcap, ctx.tokens = keys, mask, scale, softcap, tokens
+        ctx.keys, ctx.mask, ctx.scores, ctx.tokens = keys, mask, scores, tokens
         return out
 
     @staticmethod
@@ -248,11 +245,11 @@ class _SliceAttention(torch.autograd.Function):
         k, v = ctx.keys.until(stop)
         grads = Gradients(q, k, v)
         lse = lse.masked_fill(lse == -torch.inf, 0)
-        queries = Queries(q, (ctx.tokens,), ctx.mask, ctx.scale, ctx.softcap)
+        queries = Queries(q, (ctx.tokens,), ctx.mask, ctx.scores)
         queries.backward(dout, out, lse, k, v, ((0, stop),), grads)
         dk, dv = ctx.keys.add(grads.dk, grads.dv, start, stop)
         dsinks = sinks_gradient(sinks, dout, out, lse)
-        return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None, None
+        return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
 
 
 class _RecurrentStates:

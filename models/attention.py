@@ -12,8 +12,7 @@ state of the layer; the first row that holds:
 |---|---|---|
 | a pipeline cuts sequences into slices | those of the slice | ``Slices.attend`` |
 | generation has a KV cache | the new ones | ``cache.attend``, which calls ``attend`` |
-| a context axis, a window, chunks, a block mask or sinks | this rank's part of the sequence | ``attend_in_parts`` |
-| rows hold several documents | those of each document, from 0 | ``attend`` with a mask |
+| any rule but the causal one, or a context axis | this rank's part of the sequence | ``attend_in_parts`` |
 | none of these | from 0 | ``attend``: torch's causal kernel |
 """
 
@@ -30,6 +29,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..context.context_attention import attention
+from ..context.documents import positions_within
 from ..context.slices import Slices
 from ..grid import Grid
 from ..grid.layout import Layout
@@ -38,7 +38,7 @@ from ..grid.ranges import split
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention_options import AttentionOptions, ScoreOptions
 from .head_groups import HeadGroups, project_together
-from .packed import packing, positions_within, token_positions
+from .packed import token_positions
 from .qk_norm import qk_norms
 
 _ZERO = Constant(0.0)
@@ -82,8 +82,7 @@ class CausalAttention(nn.Module):
         recompute: if set, it is called as ``recompute(attend, q, k, v, ...)`` in place of ``attend(q, k, v, ...)``.
 
     Raises:
-        ValueError: there are fewer heads than tensor-parallel ranks, or capped scores over a context axis or with a
-            block mask.
+        ValueError: there are fewer heads than tensor-parallel ranks.
     """
 
     cache: Any = None
@@ -99,6 +98,13 @@ class CausalAttention(nn.Module):
         return None
 
     @property
+    def _plain(self) -> bool:
+        """True if a token sees itself and all earlier tokens, and its scores are used as they are."""
+        options = self.options
+        rules = (options.window, options.chunk, options.softcap, self.sparsity, self.sinks)
+        return all(rule is None for rule in rules)
+
+    @property
     def kv_heads(self) -> int:
         """Number of key/value heads that this rank computes."""
         return self.groups.count
@@ -107,11 +113,6 @@ class CausalAttention(nn.Module):
         self, heads: int, options: ScoreOptions, *, grid: Grid, sequence_parallel: bool = False, kind: str = "ring"
     ) -> None:
         super().__init__()
-        if options.softcap is not None and (grid.context.size > 1 or options.sparsity is not None):
-            raise ValueError(
-                f"softcap={options.softcap} caps attention scores, which a context axis (context={grid.context.size}) "
-                "and sparse attention do not support. Use a grid with context=1, without sparse attention."
-            )
         self.grid, self.axis, self.sequence_parallel = grid, grid.tensor, sequence_parallel
         self.options, self.kind, self.sparsity = options, kind, options.sparsity
         start, stop = split(heads, self.axis.size, self.axis.rank)
@@ -140,22 +141,18 @@ class CausalAttention(nn.Module):
         return out
 
     def _way(self, q: Tensor, documents: Tensor | None) -> _Way:
-        options, length = self.options, q.shape[2]
+        length = q.shape[2]
         positions: Tensor | None
         if self.slices is not None and self.slices.active:
             positions = self.slices.positions(documents, q.device)
             return _Way(positions, self.slices.length, self._attend_slice, (documents,))
         if self.cache is not None:
             return _Way(self.cache.positions, 0, partial(self.cache.attend, self))
-        masks = (options.window, options.chunk, self.sparsity, self.sinks)
-        if self.grid.context.size > 1 or any(mask is not None for mask in masks):
+        if documents is not None or self.grid.context.size > 1 or not self._plain:
             positions = token_positions(length, self.grid.context, documents, q.device)
             total = length * self.grid.context.size if documents is None else documents.shape[1]
             return _Way(positions, total, self.attend_in_parts, (documents,))
-        if documents is not None:
-            packed = packing(documents, q.dtype)
-            return _Way(packed.positions, length, self.attend, (packed.mask,))
-        return _Way(None, length, self.attend, (None,))
+        return _Way(None, length, self.attend)
 
     def _placed(self, q: Tensor, k: Tensor, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
         """Return queries and keys with their positions; ``positions`` and ``length`` as for ``Rope``."""
@@ -184,22 +181,21 @@ class CausalAttention(nn.Module):
         Returns:
             (B, heads, T, dim).
         """
-        options = self.options
-        plain = options.softcap is not None or self.sinks is not None
-        if mask is None and (plain or options.window is not None or options.chunk is not None):
+        if mask is None and not self._plain:
             return self.attend_in_parts(q, k, v)
         k, v = self.groups.for_heads(1, k, v)
-        if plain and mask is not None:
+        if mask is not None and (self.options.softcap is not None or self.sinks is not None):
             return self._attend_plainly(q, k, v, mask)
         if k.shape[1] != q.shape[1] and mask is not None and q.device.type != "cpu":
             # Elsewhere than on a CPU no fused kernel takes both a mask and fewer heads of k and v.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = k.shape[1] != q.shape[1]
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=options.scale, enable_gqa=k.shape[1] != q.shape[1]
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.options.scale, enable_gqa=grouped
         )
 
     def attend_in_parts(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        """``context.attention`` of this rank's heads; with capped scores, plain products.
+        """``context.attention`` of this rank's heads.
 
         Args:
             q: (B, heads, T, dim), rotated.
@@ -212,8 +208,6 @@ class CausalAttention(nn.Module):
         options = self.options
         k, v = self.groups.for_heads(1, k, v)
         documents = self._in_chunks(documents, q, q.shape[2] * self.grid.context.size)
-        if options.softcap is not None:
-            return self._attend_plainly(q, k, v, _mask(q, options.window, documents))
         return attention(
             *(q, k, v),
             grid=self.grid,
@@ -223,6 +217,7 @@ class CausalAttention(nn.Module):
             sparsity=self.sparsity,
             scale=options.scale,
             sinks=self.sinks,
+            softcap=options.softcap,
         )
 
     def _attend_slice(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
@@ -235,7 +230,7 @@ class CausalAttention(nn.Module):
         return self.slices.attend(self, q, k, v, documents, *rules)
 
     def _attend_plainly(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Softmax attention with capped scores or with sinks, as for ``attend``: (B, heads, T, dim)."""
+        """Softmax attention of new tokens with capped scores or with sinks, as for ``attend``: (B, heads, T, dim)."""
         scale, softcap = self.options.scale, self.options.softcap
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
@@ -260,16 +255,6 @@ class CausalAttention(nn.Module):
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return q (B, heads, T, dim), k and v (B, kv_heads, T, dim), not rotated, and any gate (B, T, heads dim)."""
         raise NotImplementedError
-
-
-def _mask(q: Tensor, window: int | None, documents: Tensor | None) -> Tensor:
-    """Return the mask to add to the scores of queries (B, heads, T, dim) and T keys: (B or 1, 1, T, T)."""
-    positions = torch.arange(q.shape[2], device=q.device)
-    ahead = positions - positions[:, None]
-    unseen = (ahead > 0 if window is None else (ahead > 0) | (ahead <= -window))[None]
-    if documents is not None:
-        unseen = unseen | (documents[:, :, None] != documents[:, None])
-    return torch.zeros(unseen.shape, dtype=q.dtype, device=q.device).masked_fill_(unseen, -torch.inf)[:, None]
 
 
 class SelfAttention(CausalAttention):

@@ -27,9 +27,7 @@ class ScoreOptions(Declared):
     chunk: int | None = option(None, "A token attends within its chunk of this many tokens only; None: no chunks.")
     sparsity: Sparsity | None = option(None, "Block mask of sparse attention; None: no mask.")
     scale: float | None = option(None, "Factor of the scores; None: dim ** -0.5, of the width of a query.")
-    softcap: float | None = option(
-        None, "Cap c of the scores, which become c tanh(scores / c), without a context axis or sparsity; None: no cap."
-    )
+    softcap: float | None = option(None, "Cap c of the scores, which become c tanh(scores / c); None: no cap.")
     sinks: bool = option(
         False, "Each head has one more score, which takes a part of the softmax and adds nothing (gpt-oss)."
     )

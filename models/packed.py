@@ -12,18 +12,15 @@ document a row, so that every layer knows the length T.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.uncompiled import uncompiled
+from ..context.documents import positions_within
 from ..context.order import positions, shard
 from ..grid import Axis
-
-# On the tensor of documents itself, so that the blocks of one stage build a microbatch's mask once, and it goes with
-# the microbatch.
-_ATTRIBUTE = "triax_packing"
 
 
 def pack(texts: Iterable[Sequence[int]], length: int, ignore_index: int = -100) -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -64,13 +61,6 @@ def pack(texts: Iterable[Sequence[int]], length: int, ignore_index: int = -100) 
     return (rows, numbers), follow
 
 
-class Packing(NamedTuple):
-    """Positions and attention mask of packed rows, as ``packing`` makes them."""
-
-    positions: Tensor  # int64 (B, T): the place of each token in its document
-    mask: Tensor  # (B, 1, T, T): 0 where a token may look, -inf where not; of the model's dtype
-
-
 def detach(x: Any) -> tuple[Tensor, Tensor | None]:
     """Split ``(x, documents)`` into x and documents; for a tensor x alone, return x and None."""
     if isinstance(x, Tensor):
@@ -101,34 +91,6 @@ def check_documents(ids: Tensor, documents: Tensor | None) -> None:
         )
     if documents.device.type == "cpu" and bool((documents[:, 1:] < documents[:, :-1]).any()):
         raise ValueError("the numbers of documents decrease along a row. Number the documents 0, 1, 2, ... in order.")
-
-
-def packing(documents: Tensor, dtype: torch.dtype) -> Packing:
-    """Return positions and mask of packed rows, built once and cached on the tensor ``documents``.
-
-    A tensor of inference mode keeps nothing, because it counts no versions. What is made in this mode is used in it
-    alone, because no backward pass can use it.
-
-    Args:
-        documents: document number of each token, integers (B, T), not decreasing along T.
-        dtype: dtype of the mask, equal to that of the queries.
-    """
-    if documents.is_inference():
-        return _built(documents, dtype)
-    key = (documents._version, dtype, torch.is_inference_mode_enabled())
-    kept: tuple[Any, Packing | None] = getattr(documents, _ATTRIBUTE, (None, None))
-    if kept[1] is not None and kept[0] == key:
-        return kept[1]
-    built = _built(documents, dtype)
-    setattr(documents, _ATTRIBUTE, (key, built))
-    return built
-
-
-def _built(documents: Tensor, dtype: torch.dtype) -> Packing:
-    # A mask of numbers: torch would convert a boolean mask to this one, once for each layer.
-    seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()  # (B, 1, T, T)
-    mask = torch.zeros(seen.shape, dtype=dtype, device=documents.device).masked_fill_(~seen, -torch.inf)
-    return Packing(positions_within(documents), mask)
 
 
 def token_positions(
@@ -175,11 +137,3 @@ def valid_and_positions(
     length = local * context.size if documents is None else documents.shape[1]
     valid = None if length == local * context.size else (places < length).expand(x.shape[:2])
     return valid, places
-
-
-def positions_within(documents: Tensor) -> Tensor:
-    """Return each token's position within its document, which starts at 0: int64 (B, T)."""
-    places = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return places - places.masked_fill(~begins, 0).cummax(dim=1).values

@@ -7,13 +7,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
+from ..context.documents import positions_within
 from ..context.dropout import dropout
 from ..context.slices import Slices
 from ..grid import Grid
 from ..grid.layout import Layout
 from ..grid.randomness.random import Normal, sharded_parameter
 from .config import AnyDecoderConfig
-from .packed import attach, detach, positions_within, token_positions
+from .packed import attach, detach, token_positions
 
 
 class PositionEmbedding(nn.Module):

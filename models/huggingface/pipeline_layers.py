@@ -601,11 +601,6 @@ def _attend(
             f"context={grid.context.size} divides each sequence over ranks, which does not work with dropout of "
             f"attention probabilities, but the model has {options['dropout']}. Set its attention dropout to 0."
         )
-    if options.get("softcap") is not None:
-        raise ValueError(
-            f"context={grid.context.size} divides each sequence over ranks, which does not work with capped scores, "
-            f"but the model caps them at {options['softcap']}. Use a grid with context=1."
-        )
-    scale, sinks = options.get("scaling"), options.get("s_aux")
-    y = attention(query, key, value, grid=grid, kind=kind, window=window, scale=scale, sinks=sinks)
+    rules = {"scale": options.get("scaling"), "sinks": options.get("s_aux"), "softcap": options.get("softcap")}
+    y = attention(query, key, value, grid=grid, kind=kind, window=window, **rules)
     return y.transpose(1, 2), None

@@ -82,7 +82,6 @@ class CostModel:
             fused_kernels=work.machine.fused_kernels,
             speeds=work.speeds,
             device="cpu" if self.on_cores else "cuda",
-            document_mask=work.document_mask,
         )
         self.types, self.kinds = self.memory.stage_layers.kinds, self.memory.stage_layers.kind_of
         self.zero, self.schedules = ZeroTime(self.device, self.types), ScheduleTime()

@@ -41,7 +41,7 @@ from ...base.formulas import CHUNK_TOKENS
 from .activations import block_activations
 from .cached import cached_method
 from .layer_shapes import LayerShape
-from .local_sizes import LocalSizes, kv_heads, local_sizes, repeated_keys
+from .local_sizes import LocalSizes, kv_heads, local_sizes
 from .parallel_layout import ParallelLayout
 from .state_memory import StateOptions
 
@@ -104,7 +104,7 @@ class LayerMemory:
         kinds: the different layers of the model.
         options: training options.
         vocabulary: number of tokens of the vocabulary.
-        shard_tensor, fused_attention, fused_kernels, document_mask: as for ``ModelMemory``.
+        shard_tensor, fused_attention, fused_kernels: as for ``ModelMemory``.
         on_cpu: torch has no fused RMSNorm, which then keeps more.
     """
 
@@ -115,7 +115,6 @@ class LayerMemory:
     fused_attention: bool
     fused_kernels: bool
     on_cpu: bool
-    document_mask: bool
 
     @property
     def _size(self) -> int:
@@ -206,8 +205,6 @@ class LayerMemory:
         # The output is laid out as the rotated queries, head by head, so the last product's input is a copy of it.
         if dense and attention.rotated and not self.fused_kernels:
             kept += sizes.heads * attention.value_dim
-        if dense and self.mask(layer, split):
-            kept += repeated_keys(attention, split.tensor, self.fused_kernels)
         # Tiles of the MLP, and an MLP that is computed again, keep its input alone.
         from_input = self._tile(layer, split) < 1.0 or split.recompute == "mlp"
         tensors, statistics = self._norms(layer)
@@ -231,15 +228,6 @@ class LayerMemory:
         """Return the bytes of attention's s x s tensors: probabilities, and the dropout's mask and output."""
         number = self._size + (1 + self._size if layer.dropout else 0)
         return number * split.tokens * split.sequence * heads
-
-    def mask(self, layer: LayerShape, split: LayerSplit) -> float:
-        """Return the bytes of a microbatch's document mask, (B, 1, T, T), which all blocks of a stage share.
-
-        Over a context axis, in slices and with a window, attention goes by blocks instead, which need no mask.
-        """
-        if not self.document_mask or layer.attention is None or layer.attention.window is not None:
-            return 0.0
-        return self._size * split.tokens * split.sequence if split.context * split.slices == 1 else 0.0
 
     def _tile(self, layer: LayerShape, split: LayerSplit) -> float:
         """Return the share of its tokens that the MLP of a block runs on at a time; experts run on all."""
@@ -295,7 +283,6 @@ class LayerMemory:
         yield HeldTensors("gradients in the MLP", self._size * split.tokens * tile * width * (2 if kept_too else 1))
         if split.recompute == "full":
             yield HeldTensors("recomputed activations", _total(self.terms(layer, split._replace(recompute="none"))))
-            yield HeldTensors("document mask", self.mask(layer, split))
         elif split.recompute == "selective" and not self.fused_attention:
             yield HeldTensors("recomputed scores", self._scores(layer, split, sizes.heads))
 

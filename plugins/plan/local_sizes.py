@@ -67,18 +67,6 @@ def _attention(attention: Attention, tensor: int, fused_kernels: bool) -> float:
     return kept + (heads * query if attention.norms else 0)
 
 
-def repeated_keys(attention: Attention, tensor: int, fused_kernels: bool) -> float:
-    """Return the elements per token that keys and values take in addition if each query head has a copy of its own.
-
-    The rank then keeps neither the rotated keys nor the product that has the values in it.
-    """
-    heads, keys = -(-attention.heads // tensor), kv_heads(attention, tensor)
-    if heads == keys:
-        return 0.0
-    copies = (heads - keys) * (attention.query_dim + attention.value_dim)
-    return copies - _new_keys(attention, keys, fused_kernels)
-
-
 def _new_keys(attention: Attention, keys: int, fused_kernels: bool) -> int:
     """Return the elements per token of keys that rotation or a norm makes as new tensors."""
     return keys * attention.query_dim if (attention.rotated and not fused_kernels) or attention.norms else 0

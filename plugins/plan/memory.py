@@ -94,7 +94,6 @@ class ModelMemory:
         fused_kernels: as for ``Machine``: an MLP's gate and rotary positions keep their inputs alone.
         device: ``cuda`` or ``cpu``. On a CPU torch has no fused RMSNorm, which then keeps more.
         reserve: bytes of the device's context and communicators, a part of the margin.
-        document_mask: tokens attend within their document only, by a mask (models/packed.py).
 
     Attributes:
         layers: the model's layers.
@@ -116,7 +115,6 @@ class ModelMemory:
         fused_kernels: bool = False,
         device: str = "cuda",
         reserve: int = 2**30,
-        document_mask: bool = False,
     ) -> None:
         self.config, self.reserve = config, reserve
         self.options = options or StateOptions(precision=precision, optimizer=optimizer)
@@ -132,7 +130,6 @@ class ModelMemory:
             fused_attention=fused_attention,
             fused_kernels=fused_kernels,
             on_cpu=device == "cpu",
-            document_mask=document_mask,
         )
 
     # ---------------------------------------------------------------------------------------------------- stages
@@ -299,10 +296,8 @@ class ModelMemory:
         return max(sum(map(mul, counts, stages)) for counts in flights) + loss
 
     def _stage_activations(self, kinds: Sequence[int], split: LayerSplit) -> float:
-        """Return the bytes that a stage keeps of a slice: its blocks have one mask, which ``full`` makes again."""
-        layers = self.layer_memory
-        masks = (layers.mask(layers.kinds[kind], split) for kind in kinds if split.recompute != "full")
-        return sum(layers.activations(kind, split) for kind in kinds) + max(masks, default=0.0)
+        """Return the bytes that a stage keeps of a slice."""
+        return sum(self.layer_memory.activations(kind, split) for kind in kinds)
 
     @cached_method
     def _backward(self, rank: RankLayers, split: LayerSplit) -> float:

@@ -23,7 +23,6 @@ class Work:
         products: dtype of the operands of the blocks' products, such as ``fp8`` or ``mxfp8``, cast for each of them;
             None: the precision.
         speeds: speed of each rank of the pipe axis over the machine's, as in ``LayerCosts``; (): all have 1.
-        document_mask: as for ``ModelMemory``. The times are those without it.
     """
 
     config: TransformerConfig
@@ -33,7 +32,6 @@ class Work:
     precision: str = "bf16"
     products: str | None = None
     speeds: tuple[float, ...] = ()
-    document_mask: bool = False
 
     @cached_property
     def layers(self) -> tuple[LayerShape, ...]:

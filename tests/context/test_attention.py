@@ -15,7 +15,7 @@ from triax.context import Sparsity, attention, block, block_sparse, make_sparsit
 from triax.context.context_attention import KINDS, context_attention
 from triax.grid import Grid
 
-BOUND = 1e-10
+BOUND = 1e-12
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Case:
     width: int = 8  # of values; queries and keys have 8
     block: int = 8  # block size of masks without blocks
     sinks: bool = False
+    softcap: float | None = None
 
 
 PLAIN = [
@@ -65,6 +66,13 @@ SINKS = [
     Case(kind, causal, heads, length, documents, window, sinks=True)
     for (kind, causal), heads, (length, documents, window) in itertools.product(
         itertools.product(KINDS, (True, False)), ((4, 2), (3, 1)), ((32, False, None), (29, True, None), (32, False, 7))
+    )
+]
+CAPPED = [
+    Case(kind, causal, length=29, documents=documents, window=window, sparsity=sparsity, sinks=sinks, softcap=1.5)
+    for kind, causal, documents, (window, sparsity, sinks) in itertools.product(
+        *(KINDS, (True, False), (True, False)),
+        ((None, None, False), (7, None, True), (None, make_sparsity({"block": 4, **SECTIONS[1]}), False)),
     )
 ]
 
@@ -103,7 +111,10 @@ def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, documents: Tensor | None,
         seen = seen & cells[None, :, : case.length, : case.length]
     times = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         column = sinks[:, None, None].expand(*scores.shape[:3], 1)
         return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1] @ v
@@ -137,6 +148,7 @@ def errors_on_rank(cases: list[Case]) -> list[float]:
                 window=case.window,
                 sparsity=case.sparsity,
                 sinks=sinks[0] if sinks else None,
+                softcap=case.softcap,
             )
             *grads, part = torch.autograd.grad(out, [*parts, *(sinks or parts[:1])], shard(whole[3], axis, dim=2))
         finally:
@@ -158,13 +170,13 @@ def require_equal_to_plain(ranks: Any, size: int, cases: list[Case]) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_context_parallel_attention_equals_plain_attention(ranks: Any, size: int) -> None:
     """A sample with all combinations of two properties, because 5 divides none of their numbers of values."""
-    require_equal_to_plain(ranks, size, (PLAIN + ODD + SPARSE)[::5] + SINKS[::5] + REPEATED)
+    require_equal_to_plain(ranks, size, (PLAIN + ODD + SPARSE)[::5] + SINKS[::5] + CAPPED[::5] + REPEATED)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_attention_with_every_option_equals_plain_attention(ranks: Any, size: int) -> None:
-    require_equal_to_plain(ranks, size, PLAIN + ODD + SPARSE + SINKS + REPEATED)
+    require_equal_to_plain(ranks, size, PLAIN + ODD + SPARSE + SINKS + CAPPED + REPEATED)
 
 
 @pytest.mark.parametrize("kernel", ["flash", "plain"])

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from triax.context.documents import documents_of, positions_within
 from triax.grid import Grid
 from triax.grid.layout import layout_of
 from triax.grid.randomness.random import Normal
@@ -17,7 +18,7 @@ from triax.grid.ranges import split
 from triax.models.attention import SelfAttention
 from triax.models.config import LlamaConfig, RopeScaling
 from triax.models.llama import llama_layers
-from triax.models.packed import check_documents, pack, packing, positions_within
+from triax.models.packed import check_documents, pack
 from triax.models.rope import Rope
 from triax.pipe.module import PipelineModule
 
@@ -205,7 +206,7 @@ def test_attention_calls_its_recompute_function_once() -> None:
     layer.recompute = recompute
     assert torch.equal(layer(x, DOCUMENTS), wanted)
     q, kv = (ROWS, 4, LENGTH, DIM), (ROWS, 2, LENGTH, DIM)
-    assert calls == [[q, kv, kv, (ROWS, 1, LENGTH, LENGTH)]]
+    assert calls == [[q, kv, kv, (ROWS, LENGTH)]]
     assert SelfAttention.recompute is None and SelfAttention.cache is None
 
 
@@ -237,19 +238,18 @@ def test_attention_uses_the_positions_and_keys_of_a_cache() -> None:
 
 def test_positions_start_at_0_in_each_document() -> None:
     assert positions_within(DOCUMENTS).tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 0]]
-    seen, places = visible(DOCUMENTS, DOCUMENTS)
+    _, places = visible(DOCUMENTS, DOCUMENTS)
     assert torch.equal(positions_within(DOCUMENTS), places)
-    packed = packing(DOCUMENTS.clone(), torch.float64)
-    assert torch.equal(packed.mask == 0, seen) and bool((packed.mask[~seen] == -torch.inf).all())
 
 
-def test_a_mask_is_built_once_for_a_microbatch() -> None:
+def test_documents_are_cut_once_for_a_microbatch() -> None:
     documents = DOCUMENTS.clone()
-    first = packing(documents, torch.float32)
-    assert packing(documents, torch.float32).mask is first.mask
-    assert packing(documents, torch.float64).mask.dtype == torch.float64
-    documents[0, 3] = 0  # changed where it lies: the mask of before is no longer its mask
-    assert packing(documents, torch.float32).positions[0].tolist() == [0, 1, 2, 3, 0, 0, 1, 2]
+    first = documents_of(documents)
+    assert first is not None and documents_of(documents) is first
+    assert first.starts.tolist() == [0, 3, 5, 0, 7] and first.stops.tolist() == [3, 5, 8, 7, 8]
+    documents[0, 3] = 0  # written in place: the documents of before are no longer its documents
+    second = documents_of(documents)
+    assert second is not None and second.starts.tolist() == [0, 4, 5, 0, 7]
 
 
 def test_packed_rows_are_right_in_and_after_inference_mode() -> None:

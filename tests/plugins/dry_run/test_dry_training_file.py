@@ -18,7 +18,6 @@ import yaml
 from typer.testing import CliRunner
 
 from triax.cli.dry_run import JobSteps
-from triax.cli.explain import layout_of_job, memory_of_job
 from triax.cli.main import app
 from triax.plugins.dry_run.dry_run import dry_run
 from triax.plugins.dry_run.rank import Settings
@@ -80,36 +79,6 @@ def test_a_planned_training_file_dry_runs_in_stage_3(tmp_path: Path) -> None:
     # A quarter of the optimizer's memory of the two stages, whose weights no rank holds as a whole.
     held = [run.records[rank]["memory"] for rank in (0, 4)]
     assert all(2 * each["parameters"] == each["masters"] > 0 for each in held), held
-
-
-MASKED = """
-model:
-  preset: llama-tiny
-  overrides: {num_hidden_layers: 4, num_attention_heads: 8, num_key_value_heads: 2, hidden_size: 256}
-data: {training: no-such-tokens}
-grid: {pipe: 2}
-batch: {size: 16, microbatch: 2}
-training: {steps: 4, sequence: 64}
-precision: bf16
-"""
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_formulas_count_the_document_mask_as_a_dry_run_does(recompute: str, tmp_path: Path) -> None:
-    file, formulas, counted = tmp_path / "run.yaml", [], []
-    for mask in (False, True):
-        settings = yaml.safe_load(MASKED)
-        settings["recompute"], settings["data"]["document_mask"] = recompute, mask
-        file.write_text(yaml.safe_dump(settings))
-        job = resolve(read_training_file(file)[0])
-        ranks = memory_of_job(job).ranks(layout_of_job(job), job.batch.train, job.sequence, job.schedule)
-        formulas.append([rank.activations for rank in ranks])
-        run = dry_run(JobSteps(job), Settings(2))
-        counted.append([run.records[rank]["memory"]["activations"] for rank in (0, 1)])
-    more = [[b - a for a, b in zip(*found, strict=True)] for found in (formulas, counted)]
-    numbers = 8 * 2 * 64 * 2  # of documents, of the microbatches in flight
-    assert more[0] == pytest.approx(more[1], abs=numbers)
-    assert (min(more[0]) > 4 * numbers) == (recompute != "full")
 
 
 LARGE = """

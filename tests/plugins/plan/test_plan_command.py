@@ -225,21 +225,6 @@ def test_triax_plan_warns_if_the_first_layout_has_little_free_memory() -> None:
     assert f"memory of the first, GiB: {found[3]} of" in roomy
 
 
-def test_triax_plan_counts_the_document_mask_of_a_training_file(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    layout = ("--layout", "pipe=1,tensor=8,context=1,microbatch=1,zero=1,recompute=none")
-    run("--model", "llama3-8b", "--gpus", "8", "--batch", "8", *layout, "--write", str(file))
-    values = yaml.safe_load(file.read_text())
-    assert values["data"]["document_mask"] is False  # as in the plan
-    found = []
-    for mask in (False, True):
-        file.write_text(yaml.safe_dump(values | {"data": {"training": "tokens", "document_mask": mask}}))
-        memory = ask("--model", str(file), "--gpus", "8", *layout)["layouts"][0]["memory_gib"]
-        found.append(memory["activations"] * 2**30)
-    tokens, heads, keys = 8192, 32 // 8, 8 // 8
-    assert found[1] - found[0] == pytest.approx(2 * tokens * (tokens + 32 * 2 * 128 * (heads - keys)), rel=0.2)
-
-
 def test_a_given_layout_that_does_not_fit_gets_a_proposal() -> None:
     layout = "pipe=1,data=8,tensor=1,context=1,microbatch=1,zero=0,recompute=none,offload=false"
     arguments = ["plan", "--model", "llama3-8b", "--batch", "8", "--sequence", "2048", "--layout", layout, "--json"]
