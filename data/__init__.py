@@ -16,6 +16,7 @@ Prompts with and without answers, for post-training:
 
 Loaders:
     packing.py: rows of documents: their order in an epoch, and which tokens each row has
+    balance.py: documents dealt out to microbatches of equal work
     mixture.py: rows of one set of documents, or of a mixture by weight
     token_data.py: ``TokenData``: tokenized folders as packed rows, with a held-out part
     token_loader.py: ``TokenLoader``: its microbatches on one replica, from a place, read ahead by threads

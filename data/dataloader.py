@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 
 from ..base.checks import check_seed
 from ..base.seeds import derive
+from .balance import Balance
 from .token_data import TokenData
 from .token_loader import TokenLoader
 
@@ -246,6 +247,7 @@ def make_loader(
     collate: Callable[[list[Any]], Any] | None = None,
     workers: int = 0,
     pin_memory: bool = False,
+    balance: Balance | None = None,
 ) -> Loader | TokenLoader:
     """Return a loader with microbatches as items.
 
@@ -255,9 +257,11 @@ def make_loader(
         collate: makes a microbatch of a list of samples; by default torch's function.
         workers: processes that read ahead; 0: this process reads.
         pin_memory: as in torch's loader.
+        balance: as for ``TokenLoader``.
 
     Raises:
-        ValueError: less than one global batch of data, or several workers for a stream.
+        ValueError: less than one global batch of data, several workers for a stream, or ``balance`` without
+            ``TokenData``.
         TypeError: a data set with neither a length nor an order of its own.
     """
     if isinstance(dataset, TokenData):
@@ -266,7 +270,13 @@ def make_loader(
                 "collate_fn has no samples to collate, because TokenData makes whole batches. Leave it out."
             )
         threads = workers or dataset.threads
-        return TokenLoader(dataset, train, micro, replica, replicas, seed, threads=threads, pin_memory=pin_memory)
+        made: dict[str, Any] = {"threads": threads, "pin_memory": pin_memory, "balance": balance}
+        return TokenLoader(dataset, train, micro, replica, replicas, seed, **made)
+    if balance is not None:
+        raise ValueError(
+            f"batch.balance deals out the documents of triax.data.TokenData, but training_data is a "
+            f"{type(dataset).__name__}. Leave batch.balance out."
+        )
     options: dict[str, Any] = {"collate_fn": collate, "num_workers": workers, "pin_memory": pin_memory}
     if isinstance(dataset, IterableDataset):
         if workers > 1:

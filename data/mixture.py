@@ -6,12 +6,12 @@ of a run is the number of its row: nothing is counted, and nothing is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from ..base.errors import ConfigError
-from .packing import DocumentRows
+from .packing import DocumentRows, Pieces
 from .token_file import Array
 
 BLOCK = 2**16
@@ -76,11 +76,20 @@ class Rows:
 
     def fill(self, first: int, count: int, ids: Array, labels: Array, documents: Array | None) -> None:
         """Write rows one after another into the first slots of a batch, as ``DocumentRows.fill``."""
+        for member, rows, slots in self._by_member(first, count):
+            self.members[member].fill(rows, slots, ids, labels, documents)
+
+    def pieces(self, first: int, count: int) -> list[tuple[int, Pieces]]:
+        """Return the pieces of documents in some rows, by the number of the member that they come from."""
+        return [(member, self.members[member].pieces(rows)) for member, rows, _ in self._by_member(first, count)]
+
+    def _by_member(self, first: int, count: int) -> Iterator[tuple[int, Array, Array]]:
+        """Yield for each member of some rows its number, its rows, and their places among the rows."""
         rows = np.arange(first, first + count)
         if self._mixture is None:
-            self.members[0].fill(rows, np.arange(count), ids, labels, documents)
+            yield 0, rows, np.arange(count)
             return
         members, rows = self._mixture.locate(rows)
         for member in np.unique(members).tolist():
             slots = np.flatnonzero(members == member)
-            self.members[member].fill(rows[slots], slots, ids, labels, documents)
+            yield member, rows[slots], slots

@@ -40,14 +40,19 @@ class _Epoch(NamedTuple):
     rows: Array  # whole: (rows + 1,), first of ``order`` in each row; cut: empty
 
 
-class _Pieces(NamedTuple):
+class Pieces(NamedTuple):
     """Pieces of documents that fill some rows, one after another: (n,) each."""
 
     file: Array  # number of the file; padding: the number of files
     number: Array  # within the row
     start: Array  # first token, through all folders
     stop: Array  # its end
-    last: Array  # end of its document
+    last: Array  # end of its document; padding: 0
+
+    @property
+    def sizes(self) -> Array:
+        """Tokens of each piece."""
+        return self.stop - self.start
 
 
 class DocumentRows:
@@ -114,15 +119,31 @@ class DocumentRows:
         Raises:
             CorruptError: a file has a token that the index does not state.
         """
+        pieces = self.pieces(rows)
+        tokens, follow = self.read(pieces)
+        where: Any = slice(slots[0], slots[-1] + 1) if slots[-1] - slots[0] < len(slots) else slots
+        ids[where] = tokens.reshape(-1, self.length)
+        labels[where] = follow.reshape(-1, self.length)
+        if documents is not None:
+            documents[where] = np.repeat(pieces.number, pieces.sizes).reshape(-1, self.length)
+
+    def pieces(self, rows: Array) -> Pieces:
+        """Return the pieces of documents, and of padding, of rows of the run, in increasing order: (n,)."""
         epochs = rows // self.count
+        found = []
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
             first, stop = np.searchsorted(epochs, (epoch, epoch + 1))
             if first < stop:
-                self._fill(epoch, rows[first:stop] - epoch * self.count, slots[first:stop], ids, labels, documents)
+                found.append(self._pieces(epoch, self.places(epoch, rows[first:stop] - epoch * self.count)))
+        return found[0] if len(found) == 1 else Pieces(*map(np.concatenate, zip(*found, strict=True)))
 
-    def _fill(self, epoch: int, rows: Array, slots: Array, ids: Array, labels: Array, documents: Array | None) -> None:
-        pieces = self._pieces(epoch, self.places(epoch, rows))
-        sizes = pieces.stop - pieces.start
+    def read(self, pieces: Pieces) -> tuple[Array, Array]:
+        """Return the tokens of pieces, one after another, and their labels: (tokens,) each.
+
+        Raises:
+            CorruptError: a file has a token that the index does not state.
+        """
+        sizes = pieces.sizes
         ends = np.cumsum(sizes)
         begins = pieces.start - self._first[pieces.file]
         for number in {*pieces.file.tolist()} - {len(self._files)}:
@@ -145,11 +166,7 @@ class DocumentRows:
                 follow[end - int(sizes[piece]) : end] = IGNORED
             elif not self._is_chat or self._counted[file][after]:  # the document goes on in another row
                 follow[end - 1] = self._tokens[file][after]
-        where: Any = slice(slots[0], slots[-1] + 1) if slots[-1] - slots[0] < len(slots) else slots
-        ids[where] = tokens.reshape(-1, self.length)
-        labels[where] = follow.reshape(-1, self.length)
-        if documents is not None:
-            documents[where] = np.repeat(pieces.number, sizes).reshape(-1, self.length)
+        return tokens, follow
 
     def places(self, epoch: int, rows: Array) -> Array:
         """Return, for numbers of rows in an epoch, their places among the rows as they were filled: (n,)."""
@@ -157,7 +174,7 @@ class DocumentRows:
             return rows
         return permute(rows, self.count, derive(self._seed, "rows", epoch))
 
-    def _pieces(self, epoch: int, rows: Array) -> _Pieces:
+    def _pieces(self, epoch: int, rows: Array) -> Pieces:
         """Return the pieces of documents, and of padding, that fill rows of an epoch, by their places."""
         order, ends, bounds = self._epoch(epoch)
         if len(bounds):
@@ -184,7 +201,7 @@ class DocumentRows:
             file, number = np.insert(file, at, len(self._files)), np.insert(number, at, counts[short])
             start, stop = np.insert(start, at, first), np.insert(stop, at, first + missing[short])
             last = np.insert(last, at, 0)
-        return _Pieces(file, number, start, stop, last)
+        return Pieces(file, number, start, stop, last)
 
     def _epoch(self, epoch: int) -> _Epoch:
         with self._lock:
@@ -217,7 +234,7 @@ class DocumentRows:
         self._starts = self._starts[piece] + inside * self.length
         self._stops = np.minimum(self._starts + self.length, self._last)
 
-    def _find_damage(self, pieces: _Pieces) -> None:
+    def _find_damage(self, pieces: Pieces) -> None:
         """Raise the error about the document that has a token which the index does not state."""
         for number, start, stop in zip(pieces.file.tolist(), pieces.start.tolist(), pieces.stop.tolist(), strict=True):
             if number == len(self._files):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..base.errors import ConfigError, nearest
+from .balance import Balance
 from .mixture import Mixture, Rows
 from .packing import PACKINGS, DocumentRows
 from .token_file import Array
@@ -140,11 +141,11 @@ class TokenData:
         threads: int = 1,
         epochs: int | None = None,
         pin_memory: bool = False,
+        balance: Balance | None = None,
     ) -> TokenLoader:
         """Return a loader of one replica's microbatches, as ``TokenLoader``."""
-        return TokenLoader(
-            self, train, micro, replica, replicas, seed, threads=threads, epochs=epochs, pin_memory=pin_memory
-        )
+        options: dict[str, Any] = {"threads": threads, "epochs": epochs, "pin_memory": pin_memory, "balance": balance}
+        return TokenLoader(self, train, micro, replica, replicas, seed, **options)
 
 
 def _choose(folder: TokenFolder, held_out: float, part: str) -> Array:

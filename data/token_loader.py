@@ -8,7 +8,7 @@ ones while the model computes, and a place is the number of a row.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from ..base.checks import check_seed
 from ..base.errors import ConfigError
+from .balance import Balance, BalancedRows
 from .mixture import Rows
 from .packing import IGNORED
+from .token_file import Array
 
 Batch = tuple[Any, Tensor]  # ((ids, documents), labels), or (ids, labels)
 
@@ -51,6 +53,8 @@ class TokenLoader:
         epochs: number of epochs, after which the iterator ends; rows without labels fill its last global batch. None:
             it never ends.
         pin_memory: copy microbatches to pinned memory, for a GPU.
+        balance: how the documents of a step are dealt out to microbatches, each of which is then one row (1, L) of any
+            length (balance.py). None: microbatches are ``micro`` rows in their order.
 
     Attributes:
         dataset: the data.
@@ -73,6 +77,7 @@ class TokenLoader:
         threads: int = 1,
         epochs: int | None = None,
         pin_memory: bool = False,
+        balance: Balance | None = None,
     ) -> None:
         if micro < 1 or replicas < 1 or train < 1 or train % (micro * replicas):
             raise ConfigError(
@@ -85,10 +90,13 @@ class TokenLoader:
         self.rows = data.rows(check_seed(seed))
         if epochs is not None and self.rows.is_mixture:
             raise ConfigError("A mixture has no epochs, because its members end at different rows. Leave epochs out.")
+        if balance is not None and not data.document_mask:
+            raise ConfigError("balance moves documents, but document_mask is false, with which rows count as a whole.")
         self._train, self._micro, self._seed = train, micro, seed
         self._share = train // replicas
-        self._first_row = replica * self._share
+        self._replica = replica
         self._per_batch = self._share // micro  # microbatches of a global batch
+        self._balanced = None if balance is None else BalancedRows(self.rows, train, replicas, self._per_batch, balance)
         self._end = None if epochs is None else epochs * self.rows.count
         self._start = 0  # row at which the microbatches are counted
         self._read = 0  # microbatches since
@@ -187,15 +195,22 @@ class TokenLoader:
     def _make(self, start: int, microbatch: int) -> Batch:
         """Make a microbatch of this replica: its number counts from the row ``start``."""
         batch, part = divmod(microbatch, self._per_batch)
-        first = start + batch * self._train + self._first_row + part * self._micro
+        step = start + batch * self._train
         masked = self.dataset.document_mask
+        if self._balanced is not None:
+            count = self._train if self._end is None else min(max(self._end - step, 0), self._train)
+            return self._batch(self._balanced.read(step, count, self._replica * self._per_batch + part))
+        first = step + self._replica * self._share + part * self._micro
         ids, labels, *documents = np.empty((2 + masked, self._micro, self.dataset.length), np.int64)
         count = self._micro if self._end is None else min(max(self._end - first, 0), self._micro)
         for array, padding in zip((ids, labels, *documents), (0, IGNORED, 0), strict=False):
             array[count:] = padding
         if count:
             self.rows.fill(first, count, ids, labels, documents[0] if masked else None)
-        made = [torch.from_numpy(column) for column in (ids, *documents, labels)]
+        return self._batch((ids, *documents, labels))
+
+    def _batch(self, columns: Sequence[Array]) -> Batch:
+        made = [torch.from_numpy(column) for column in columns]
         if self._pin_memory:
             made = [tensor.pin_memory() for tensor in made]
-        return (tuple(made[:2]) if masked else made[0]), made[-1]
+        return (tuple(made[:2]) if self.dataset.document_mask else made[0]), made[-1]

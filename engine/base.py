@@ -59,6 +59,7 @@ from .setup.arguments import (
     unless_all,
     untrained_in_loss,
 )
+from .setup.balance import balance_of
 from .setup.check_names import check_names
 from .setup.compilation import Compilation
 from .setup.compression import named_compressor, require_fitting
@@ -357,6 +358,7 @@ class Engine:
         self.kept_state = Snapshot()
         self.optimizer_step = OptimizerStep(self.options, self.data_axis, self.loss_scaler)
         self.lr_scheduler = make(self.optimizer) if make and self.optimizer else None
+        self._balance = balance_of(self.module, self.grid) if self.options.batch.balance else None
         self.training_dataloader = None if data is None else self.make_loader(data, parts.collate_fn)
         self.replicas = SynchronousReplicas(self.grid)
         self.replica_rows = ReplicaRows(self._step_grid)
@@ -640,6 +642,7 @@ class Engine:
             self.grid.replica,
             self.grid.replicas,
             self.options.seed,
+            balance=self._balance,
             drop_last=self.options.drop_last,
             collate=collate_fn,
             workers=workers,

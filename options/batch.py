@@ -57,6 +57,12 @@ class Batch(Options):
         "ranks read data, and they send the labels to the last stage's ranks.",
     )
 
+    balance: bool = option(
+        False,
+        "Deal out the documents of a step to replicas and microbatches so that all have equal work, for a "
+        "PipelineModule with NextTokenLoss and training_data of TokenData. A microbatch is then one row of any length.",
+    )
+
     def check(self) -> None:
         """Check that the size is a multiple of the others, for some number of replicas."""
         sizes = {"microbatch": self.microbatch, "microbatches": self.microbatches}

@@ -6,6 +6,7 @@ rank_consistency.py: every rank has the same configuration, code and model.
 precision.py: dtypes of weights and autocast, the loss scaler.
 zero.py: ZeRO's options, offload and ZeRO++ included.
 schedule.py, asked_schedule.py: the pipeline schedule.
+balance.py: the cost of a document, by which microbatches get equal work.
 slices.py: slices of sequences: which models are exact with them.
 measured_layers.py: ``measure_layers``, seconds and bytes of each layer, for a cut by time or memory.
 compilation.py: torch.compile of a model's layers, each by itself.
