@@ -8,8 +8,8 @@ ulysses.py: all-to-alls between shards of the sequence and of the heads.
 pair.py: a part of the queries with a part of the keys.
 block.py: kernels of one block, and the merge by log-sum-exp.
 mask.py: the rule by which a query sees a key; dense tiles of plain rules.
-documents.py: packed rows: the pieces of scores that lie in one document.
-block_sparse.py: windows and sparse attention, by blocks.
+documents.py: packed rows: whole rows document by document.
+block_sparse.py: other rules, by blocks: windows, sparse attention, documents of parts of rows.
 sparsity.py: block masks of sparse attention: fixed, variable, BigBird, Longformer.
 dropout.py: dropout of tokens that are spread over the axis.
 scan.py: the state of a linear attention, which passes through the parts of the sequence.

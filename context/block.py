@@ -15,7 +15,6 @@ and ds has the factor 1 - tanh(s / c)^2.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -158,12 +157,6 @@ class Merged:
         self.empty = sinks is None
         if sinks is not None:
             self.lse.copy_(sinks[:, None])
-
-    def part(self, row: slice, queries: slice) -> Merged:
-        """Return a view of some rows and queries, to which other blocks are added."""
-        self.empty, view = False, copy.copy(self)
-        view.out, view.lse, view.empty = self.out[row, :, queries], self.lse[row, :, queries], False
-        return view
 
     def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
         """Merge the output of one block for some of the queries."""

@@ -15,8 +15,8 @@ from einops import rearrange
 from torch import Tensor
 
 from . import block
-from .mask import Mask
-from .order import Runs, count
+from .mask import Mask, count
+from .order import Runs
 
 _BLOCK = 128  # tokens in a block where the mask itself has no blocks
 _GATHERED = 2**22  # elements of gathered keys held at a time
@@ -151,6 +151,11 @@ class BlockSparse:
                 total.index_add_(0, group.keys.flatten(), self._as_rows(self.k_cut, grad.to(wide)))
         return self._local(dq), self._local(dk, keys=True), self._local(dv, keys=True)
 
+    def work(self) -> int:
+        """Return the number of scores that are computed, over all rows and heads."""
+        blocks = sum(lists.height * int(lists.lengths.sum()) for lists in self._lists())
+        return blocks * (1 if self.per_head else self.heads) * self.q_cut.size * self.k_cut.size
+
     def _rows(self, cut: Cut, x: Tensor) -> Tensor:
         """Return blocks as rows: (B heads n, size, d)."""
         rows: Tensor = rearrange(cut.blocks(x), "b heads n size dim -> (b heads n) size dim")
@@ -166,7 +171,10 @@ class BlockSparse:
         return (self.k_cut if keys else self.q_cut).local(rows.unflatten(0, (self.batch, heads, -1)))
 
     def _kept(self) -> Tensor:
-        """Return which blocks of scores hold a score that the mask keeps: bool (B, heads or 1, nq, nk)."""
+        """Return for each block of scores whether it holds a score that the mask keeps: bool (B, heads or 1, nq, nk).
+
+        Documents are compared by the smallest and the largest number in a block, which may keep a block too many.
+        """
         mask, empty = self.mask, torch.iinfo(torch.int64).max
         q, k = self.q_cut.positions, self.k_cut.positions
         q_low, k_low = (x.masked_fill(x < 0, empty).amin(1) for x in (q, k))  # each block has a token
@@ -178,6 +186,14 @@ class BlockSparse:
             kept &= (q_low[:, None] - k_high < mask.window) & (k_low - q_high[:, None] < mask.window)
         if mask.layout is not None:
             kept = kept & mask.layout[:, q_low // mask.block][:, :, k_low // mask.block]
+        if mask.documents is not None:
+            bounds = []
+            for x in (q, k):
+                numbers, gap = mask.documents.numbers[:, x.clamp(min=0)].long(), x < 0  # (B, n, size)
+                bounds += [numbers.masked_fill(gap, empty).amin(2), numbers.masked_fill(gap, -empty).amax(2)]
+            q_first, q_last, k_first, k_last = bounds
+            meet = (q_first[:, :, None] <= k_last[:, None]) & (k_first[:, None] <= q_last[:, :, None])
+            kept = kept & meet[:, None]
         return kept.expand(self.batch, -1, -1, -1)
 
     def _lists(self) -> Iterator[Lists]:
@@ -222,7 +238,7 @@ class BlockSparse:
         own_positions, places = self.q_cut.positions[row].flatten(1).to(device), self.k_cut.positions[columns]
         surplus = torch.arange(columns.shape[1]) >= lists.kept[chosen].sum(1)[:, None]
         places = places.masked_fill(surplus[:, :, None], -1).flatten(1).to(device)
-        seen = self.mask.allowed(own_positions, places)
+        seen = self.mask.allowed(own_positions, places, rows)
         if lists.height > 1 and self.mask.layout is not None:
             kept = self.kept.flatten(0, 1)[unit[:, None, None], row[:, :, None], columns[:, None]].to(
                 device

@@ -150,6 +150,14 @@ def context_attention(
 
 def _local_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, sinks: Tensor | None) -> Tensor:
     """Return the attention over whole sequences in the order of positions."""
+    if mask.window is not None and mask.window >= mask.length:
+        mask = replace(mask, window=None)
+    if mask.documents is not None and mask.causal and mask.layout is None:
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return _local_attention(q, k, v, replace(mask, documents=None, length=q.shape[2]), scores, sinks)
+
+        return mask.documents.attend(attend, q, k, v)
     if mask.plain and sinks is None and scores.softcap is None:
         grouped = k.shape[1] != q.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, scale=scores.scale, enable_gqa=grouped)

@@ -1,7 +1,7 @@
 """Attention mask as a rule: which keys each query sees, by their positions in the whole sequence.
 
-``Mask`` holds the rule. Documents are cut first (documents.py). In each, ``tiles`` cuts a plain rule (causal or not,
-nothing else) into dense rectangles; windows and block masks are computed by blocks (block_sparse.py).
+``Mask`` holds the rule. ``tiles`` cuts a plain rule (causal or not, nothing else) into dense rectangles. Other rules
+are computed by blocks (block_sparse.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .documents import Documents
-from .order import Runs, count
+from .order import Runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,12 +41,13 @@ class Mask:
         """True if the rule depends on nothing but ``causal``."""
         return self.window is None and self.documents is None and self.layout is None
 
-    def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return for each pair of query and key whether ``causal`` and ``window`` let the query see the key.
+    def allowed(self, queries: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
+        """Return for each pair of query and key whether the query sees the key. ``layout`` is not looked at.
 
         Args:
             queries: positions of queries, int64 (R, m); -1 where there is no token.
             keys: positions of keys, int64 (R, n); -1 where there is no token.
+            rows: (R,), the rows to whose documents the tokens belong.
 
         Returns:
             bool (R, m, n).
@@ -57,6 +58,10 @@ class Mask:
             seen &= distance >= 0
         if self.window is not None:
             seen &= distance.abs() < self.window
+        if self.documents is not None:
+            numbers, rows = self.documents.numbers.to(keys.device), rows.to(keys.device)[:, None]
+            own_numbers, theirs = (numbers[rows, places.clamp(min=0)] for places in (queries, keys))
+            seen &= own_numbers[:, :, None] == theirs[:, None, :]
         return seen
 
 
@@ -93,3 +98,8 @@ def tiles(queries: Runs, keys: Runs, causal: bool) -> list[Tile]:
         if any(first <= start < last for first, last in keys):
             merged.append(Tile(tile_queries, slice(before, before + stop - start), True))
     return merged
+
+
+def count(runs: Runs) -> int:
+    """Return the number of positions in some ranges."""
+    return sum(stop - start for start, stop in runs)

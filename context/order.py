@@ -77,17 +77,6 @@ def runs(length: int, local: int, size: int, rank: int) -> Runs:
     return tuple((start, stop) for start, stop in cut if start < stop)
 
 
-def count(runs: Runs) -> int:
-    """Return the number of positions in some ranges."""
-    return sum(stop - start for start, stop in runs)
-
-
-def within(runs: Runs, start: int, stop: int) -> Runs:
-    """Return the parts of some ranges that lie between two positions."""
-    cut = [(max(first, start), min(last, stop)) for first, last in runs]
-    return tuple((first, last) for first, last in cut if first < last)
-
-
 def shard(x: Tensor, axis: Axis, dim: int = 1, fill: float = 0, multiple: int = 1) -> Tensor:
     """Return this rank's tokens of a whole sequence. Differentiable: each rank's gradient has its own tokens only.
 

@@ -1,4 +1,5 @@
 from .answers import Answers as Answers
+from .balance import Balance as Balance
 from .dataloader import RepeatingLoader as RepeatingLoader
 from .prompts import Prompts as Prompts
 from .token_data import TokenData as TokenData

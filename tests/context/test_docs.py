@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from triax.context.block_sparse import BlockSparse
 from triax.context.documents import Documents
 from triax.context.mask import Mask
+from triax.context.order import runs
 
-from support.attention_work import scores_computed
 from support.paths import ROOT
 from support.processes import program
 from support.readme_blocks import blocks, commands, programs
@@ -66,7 +67,8 @@ def test_the_balance_table_of_the_context_page_is_true() -> None:
     for name, mask in masks.items():
         found = []
         for size in (2, 4, 8):
-            rows = 1 if mask.documents is None else 8
-            work = [scores_computed(mask, rows, rank=rank, size=size) for rank in range(size)]
+            held = [runs(length, length // size, size, rank) for rank in range(size)]
+            q = torch.empty(1 if mask.documents is None else 8, 1, length // size, 8)
+            work = [sum(BlockSparse(q, q, mask, mine, theirs).work() for theirs in held) for mine in held]
             found.append(f"{max(work) / (sum(work) / size):.2f}")
         assert f"| {name} | {' | '.join(found)} |" in TEXT

@@ -30,7 +30,6 @@ References that share nothing with triax
     paper_formulas.py, published_runs.py, planned_traffic.py: memory, times and bytes by their papers and tables
     exact_schedules.py: optimal schedules by a solver of constraints
     schedule_runner.py: schedules executed op by op
-    attention_work.py: scores that attention computes
     exact_norms.py, trainer_in_float64.py, trl_in_float64.py: transformers and TRL without their roundings
     horovod_models.py, horovod_example.py, deepspeed_arguments.py, configuration_files.py: Horovod's and DeepSpeed's
 
