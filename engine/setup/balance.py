@@ -42,7 +42,10 @@ def balance_of(module: nn.Module, grid: Grid) -> Balance:
             weights -= routed * (1 - part.router.top_k / part.experts)
             refused += bool(part.balance or part.refuses_slices)
         if isinstance(part, CausalAttention):
-            width, reach = layout_of(part.out.weight).shape[1], part.options.window or part.options.chunk
+            width, reach = (
+                layout_of(part.out.get_parameter("weight")).shape[1],
+                part.options.window or part.options.chunk,
+            )
             weights += 2 * width * reach if reach else 0
             channels += 0 if reach else width
     sums = torch.tensor([weights, channels, refused], dtype=torch.float64)

@@ -601,6 +601,10 @@ def _attend(
             f"context={grid.context.size} divides each sequence over ranks, which does not work with dropout of "
             f"attention probabilities, but the model has {options['dropout']}. Set its attention dropout to 0."
         )
-    rules = {"scale": options.get("scaling"), "sinks": options.get("s_aux"), "softcap": options.get("softcap")}
+    rules: dict[str, Any] = {
+        "scale": options.get("scaling"),
+        "sinks": options.get("s_aux"),
+        "softcap": options.get("softcap"),
+    }
     y = attention(query, key, value, grid=grid, kind=kind, window=window, **rules)
     return y.transpose(1, 2), None

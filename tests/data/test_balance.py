@@ -40,7 +40,8 @@ def tokens(tmp_path_factory: Any) -> Path:
 
 def lognormal_step(sigma: float, rows: int, length: int, seed: int) -> list[list[int]]:
     """Tokens of the documents of each row: lengths with the median 2,000, cut into rows as TokenData cuts them."""
-    draw, cut, room = np.random.default_rng(seed), [[]], length
+    draw, room = np.random.default_rng(seed), length
+    cut: list[list[int]] = [[]]
     while True:
         left = int(draw.lognormal(math.log(2000), sigma)) + 1
         while left:
@@ -142,7 +143,7 @@ def _at(data: TokenData, replica: int, replicas: int, before: Any, step: int = 3
 # ------------------------------------------------------------------------------------------------ training
 
 
-def trained(tokens: str, sizes: dict[str, int], balance: bool, **options: Any) -> Any:
+def trained(tokens: str, sizes: dict[str, Any], balance: bool, **options: Any) -> Any:
     """Losses and whole gradients of two steps."""
     grid = Grid(**sizes)
     layers = llama_layers(CONFIG, sequence_parallel=grid.tensor.size > 1)
