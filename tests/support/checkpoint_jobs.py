@@ -45,6 +45,11 @@ class Cell:
         pipe, data, tensor = self.grid
         return pipe * data * tensor
 
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a replica in a step: of two samples each, or of one if a replica has no more."""
+        return max(1, BATCH // self.grid[1] // 2)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -97,7 +102,7 @@ def make(cell: Cell, job: Job, folder: str = "", seed: int = 7, **more: Any) -> 
     place = {"device": cell.offload, **({"nvme_path": folder} if cell.offload == "nvme" else {})}
     config = {
         "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": cell.microbatches,
         "gradient_clipping": 0.5,
         "optimizer": {"type": job.optimizer, "params": PARAMS[job.optimizer]},
         "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 4, "total_num_steps": 25}},
