@@ -165,7 +165,7 @@ def gpt_steps(cells: list[tuple[int, int, dict[str, Any]]], kind: Any) -> list[A
         module = tiny_gpt(grid, hidden_size=128, num_hidden_layers=2, vocab_size=64)
         optimizer = triax.Optimizer("AdamW", lr=1e-2, state=kind)
         engine = pipeline_engine(module, triax.Batch(size=8, microbatches=2), optimizer=optimizer, zero=zero, clip=0.1)
-        found.append(train(engine, microbatches(grid, text_batches(64, 8, 8, 3), 8 // grid.data.size // 2), 3))
+        found.append(train(engine, microbatches(grid, text_batches(64, 8, 8, 2), 8 // grid.data.size // 2), 2))
     return found
 
 
