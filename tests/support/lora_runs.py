@@ -22,7 +22,7 @@ from support.exact_norms import exact
 Sizes = tuple[int, ...]  # pipe, data, tensor, context, expert
 Run = tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, int]]
 
-VOCAB, MICRO, STEPS, LR = 61, 2, 2, 1e-2
+VOCAB, MICRO, STEPS, LR = 61, 4, 2, 1e-2
 EPS = 1e-3  # of AdamW: with 1e-8 it multiplies the last bits of tiny gradients by 1e8
 _SIZES = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 8}
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
