@@ -20,6 +20,7 @@ from triax.checkpoint.reader import Reader
 from triax.cli.main import app
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
+from triax.pipe.schedules.registry import RECIPES
 
 # 8 entries, as long as the longest pipe axis; 8 heads for the widest tensor axis; 37 tokens divide by no axis.
 VOCABULARY, LENGTH, BATCH, SAMPLES = 37, 8, 8, 24  # an epoch of 3 steps
@@ -47,8 +48,9 @@ class Cell:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a replica in a step: of two samples each, or of one if a replica has no more."""
-        return max(1, BATCH // self.grid[1] // 2)
+        """Microbatches of a replica in a step: of two samples, or of one if the schedule needs as many microbatches."""
+        samples = BATCH // self.grid[1]
+        return samples // 2 if samples // 2 >= RECIPES[self.schedule].least(self.grid[0]) else samples
 
 
 @dataclass(frozen=True)
