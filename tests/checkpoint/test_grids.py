@@ -16,7 +16,6 @@ from triax.checkpoint.format.index import read_index
 from triax.pipe.schedules.registry import RECIPES
 
 from support.checkpoint_jobs import (
-    BATCH,
     Cell,
     Job,
     Trace,
@@ -98,8 +97,9 @@ def cells() -> list[Cell]:
     for grid in [(p, d, t) for p, d, t in itertools.product(sizes, sizes, sizes) if p * d * t in sizes]:
         for (name, recipe), chunks, stage in itertools.product(RECIPES.items(), (1, 2, 4), range(4)):
             fits = name != "forward" and recipe.accepts(chunks) and grid[0] * chunks <= 8
-            if fits and BATCH // grid[1] >= recipe.least(grid[0]):
-                found.append(Cell(grid, name, chunks, stage))
+            cell = Cell(grid, name, chunks, stage)
+            if fits and cell.microbatches >= recipe.least(grid[0]):
+                found.append(cell)
     return found
 
 

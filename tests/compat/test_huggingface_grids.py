@@ -18,7 +18,9 @@ from triax.testing.pool import RankFailure
 
 from support.trainer_in_float64 import SECTION, STEPS, TARGETS, exact, exported, model_of, near, run
 
-FEW = 8  # steps of the quick tests: the last two are of a second epoch
+# Steps of the quick tests, and their rows of training and evaluation: an epoch is 3 steps of 2 microbatches and one
+# of 1, and the last two steps are of a second epoch.
+FEW, FEW_ROWS = 6, (28, 8)
 
 
 def on(stage: int = 0, lora: str = "", **grid: int) -> dict[str, Any]:
@@ -30,6 +32,7 @@ def runs(ranks: Any, out: Path, options: dict[str, Any] | None, steps: int = STE
     """Run on the grid of the options, transformers' own without. It is saved and evaluated half-way and at its end."""
     grid = {} if options is None else options["grid"]
     job |= {"max_steps": steps, "eval_steps": steps // 2, "save_steps": steps // 2}
+    job |= {} if steps == STEPS else {"rows": FEW_ROWS}
     found: list[dict[str, Any]] = ranks(
         math.prod(grid.values()), run, str(out), grid.get("data", 1), options, timeout=300, **job
     )

@@ -21,7 +21,7 @@ from triax.testing.pool import RankFailure
 
 from support.training import microbatches, pipeline_engine, text_batches, tiny_gpt
 
-VOCABULARY, SAMPLES, LENGTH, CHUNK = 37, 8, 8, 3
+VOCABULARY, SAMPLES, LENGTH, CHUNK = 37, 4, 8, 3
 Found = tuple[float, float, dict[str, Tensor]]
 
 
@@ -74,9 +74,9 @@ CASES: list[tuple[dict[str, int], str, int, dict[str, Any], int]] = [
     ({"pipe": 2}, "zb-v", 2, {"final_logit_softcapping": 2.0, "recompute": 1}, 2),
     ({"data": 2}, "1f1b", 3, {"recompute": 2}, 2),
     ({"pipe": 2, "data": 2}, "zb-h1", 3, {"recompute": 1, "loss": {"label_smoothing": 0.1}}, 1),
-    ({"tensor": 2}, "1f1b", 2, {"sequence_parallel": True, "loss": {"z_loss": 0.01}, "pairs": True}, 4),
+    ({"tensor": 2}, "1f1b", 2, {"sequence_parallel": True, "loss": {"z_loss": 0.01}, "pairs": True}, 2),
     ({"pipe": 2, "tensor": 2}, "zb-h1", 1, {"sequence_parallel": True, "tie_word_embeddings": False}, 2),
-    ({"tensor": 2, "context": 2}, "1f1b", 1, {"pairs": True, "loss": {"label_smoothing": 0.1}}, 4),
+    ({"tensor": 2, "context": 2}, "1f1b", 1, {"pairs": True, "loss": {"label_smoothing": 0.1}}, 2),
     ({"data": 2, "context": 2}, "1f1b", 3, {}, 2),
     ({"pipe": 2, "context": 2}, "interleaved", 1, {}, 2),
 ]
@@ -205,9 +205,9 @@ def test_chunked_losses_recompute_no_product_of_the_head(schedule: str) -> None:
     for tokens in (None, 5):
         grid = Grid()
         module = tiny_gpt(grid, loss_fn=NextTokenLoss(grid, VOCABULARY, chunk_tokens=tokens))
-        engine = pipeline_engine(module, triax.Batch(size=SAMPLES, microbatch=4), schedule=schedule)
+        engine = pipeline_engine(module, triax.Batch(size=SAMPLES, microbatch=2), schedule=schedule)
         with Products() as products:
-            engine.train_batch(microbatches(grid, text_batches(VOCABULARY, SAMPLES, LENGTH, 1), 4))
+            engine.train_batch(microbatches(grid, text_batches(VOCABULARY, SAMPLES, LENGTH, 1), 2))
         counts.append(products.count)
     one = 16 * VOCABULARY  # of a token; each microbatch is looked at with one token, to see what its loss returns
     assert counts == [3 * SAMPLES * LENGTH * one, (3 * SAMPLES * LENGTH + 2) * one]

@@ -29,7 +29,7 @@ from support.training import (
     train_plain,
 )
 
-VOCABULARY, SAMPLES, LENGTH, STEPS = 37, 8, 8, 2
+VOCABULARY, SAMPLES, LENGTH, STEPS = 37, 4, 8, 2
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from triax import Grid, LayerSpec, Loss, WithLoss
 from support.rank_checks import assert_every_rank_raises
 from support.training import SGD, Step, assert_steps_equal, pipeline_engine, train, train_plain
 
-VOCABULARY, WIDTH, SAMPLES, LENGTH, STEPS = 11, 6, 8, 6, 2
+VOCABULARY, WIDTH, SAMPLES, LENGTH, STEPS = 11, 6, 4, 6, 2
 
 
 def mean_square(x: Tensor) -> Tensor:
@@ -111,6 +111,7 @@ def microbatches(grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
             yield ids[sample : sample + 1, tokens], labels[sample : sample + 1, tokens]
 
 
+@cache
 def plain(small: bool = True) -> list[Step]:
     """Train layer by layer in one process over the whole batch of each step."""
     module = triax.PipelineModule(listed(small), grid=Grid(), dtype=torch.float64, seed=4)
@@ -343,7 +344,7 @@ MISTAKES = {
     "name of loss_fn": "a layer and loss_fn, returned a term or metric of the name 'main': give each its own name",
     "same name": "two layers, .* returned a term or metric of the name 'a': give each its own name, such as 'a 1'",
     "later": r"returned the terms a \(a mean\).*, and before (a loss without names|the terms main)",
-    "other weight": "gave the weight 8 of 'a' .* have the weight 288",
+    "other weight": "gave the weight 4 of 'a' .* have the weight 144",
     "unnamed": r"layers of the model return terms .* let loss_fn return a dict of terms, as \{'main': loss\}",
 }
 

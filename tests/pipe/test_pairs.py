@@ -46,7 +46,7 @@ from support.toys import error_text, summed_loss
 from support.training import pipeline_engine, tiny_gpt
 
 NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "stp")
-VOCABULARY, LENGTH, SAMPLES = 37, 8, 16
+VOCABULARY, LENGTH, SAMPLES = 37, 8, 8
 EIGHT = triax.Batch(microbatch=1, microbatches=8)
 
 

@@ -21,7 +21,7 @@ from triax.testing.pool import RankFailure
 from support.paper_formulas import gpt_activations, paper_activations
 from support.training import small_config, tiny_gpt
 
-SAMPLES, LENGTH, VOCABULARY = 8, 6, 37
+SAMPLES, LENGTH, VOCABULARY = 4, 6, 37
 Cell = tuple[str, int, int, bool, bool, dict[str, Any]]  # schedule, chunks, ZeRO, tied, sequence parallel, recompute
 
 

@@ -83,7 +83,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-@pytest.mark.parametrize("pipe", [1, 2, 3, 4, 5, 8, 13])
+@pytest.mark.parametrize("pipe", [1, 2, 3, 4, 5, 8, pytest.param(13, marks=pytest.mark.exhaustive)])
 def test_bubbles_and_peaks_equal_the_published_ones(name: str, pipe: int) -> None:
     chunks, idle_time, most = FORMULAS[name]
     for m in {pipe, pipe + 1, 2 * pipe, 2 * pipe + 1, 3 * pipe + 2}:
@@ -94,9 +94,7 @@ def test_bubbles_and_peaks_equal_the_published_ones(name: str, pipe: int) -> Non
                 assert peak(schedule) == most(pipe, m), (name, pipe, m)
 
 
-@pytest.mark.parametrize(
-    "pipe", [pytest.param(p, marks=pytest.mark.exhaustive if p in (6, 8, 9) else ()) for p in range(2, 10)]
-)
+@pytest.mark.parametrize("pipe", [pytest.param(p, marks=pytest.mark.exhaustive if p > 5 else ()) for p in range(2, 10)])
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 def test_interleaved_loses_no_time_where_p_does_not_divide_m(pipe: int, chunks: int) -> None:
     for m in range(pipe, 3 * pipe + 2):
@@ -136,7 +134,9 @@ def test_blocks_of_v_shapes_wait_least_and_hold_as_derived(
         assert lives == {unit(p) + 2 * possible[0]}
 
 
-@pytest.mark.parametrize("pipe", [2, 3, 4, 5, 6, 7, 8, 9, 12])
+@pytest.mark.parametrize(
+    "pipe", [2, 3, 4, 5, 6, 8, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (7, 9, 12))]
+)
 def test_v_half_and_v_min_are_no_slower_than_their_papers_generator(pipe: int) -> None:
     # what the generator of "Controllable Memory" reaches, measured at F = I = W for these sizes
     half = {2: 0.5}.get(pipe, 1.5 * pipe - (3.5 if pipe % 2 == 0 else 2))
@@ -192,7 +192,7 @@ def test_schedules_are_no_slower_than_their_papers_generators(size: tuple[str, i
         assert simulate(schedule, costs).makespan <= paper + 6e-4, costs
 
 
-@pytest.mark.parametrize("pipe", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("pipe", [2, 3, 4, 8, pytest.param(16, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("waves", [1, 2, 3])
 def test_wave_schedules_idle_no_longer_than_published(pipe: int, waves: int) -> None:
     """Liu 2023, Hanayo: of p microbatches."""
@@ -218,7 +218,7 @@ def test_zb_h1_makespans_equal_the_formula_at_other_costs() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_size_runs_or_is_refused_with_the_nearest_size(name: str) -> None:
-    for pipe in (0, 1, 2, 3, 5):
+    for pipe in (0, 1, 2, 4):
         for m in (0, 1, 2, 3, 7):
             for chunks in (None, 0, 1, 2, 3, 4):
                 refusal = refused(name, pipe, m, chunks)

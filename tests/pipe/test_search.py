@@ -94,7 +94,11 @@ def test_no_order_beats_the_lower_bound(pipe: int) -> None:
     assert len(rank_orders) == 20 + 10 + 10 + 6
     samples = [Costs(), Costs(1, 0.993, 0.717, 0.0335), Costs(0.4, 2, 0.3, 0.2), Costs(2, 0.5, 1, 0, 1.8)]
     fastest: dict[tuple[int, int], float] = {}  # (sample, peak of the fullest rank) -> makespan
-    for orders in product(sorted(rank_orders), repeat=pipe):
+    every = sorted(rank_orders)
+    # The numbers of the two microbatches have no meaning: microbatch 0 is the one that the first rank begins with.
+    begins = [order for order in every if order[0].microbatch == 0]
+    assert 2 * len(begins) == len(every)
+    for orders in product(begins, *[every] * (pipe - 1)):
         placed = tuple(tuple(op._replace(stage=rank) for op in order) for rank, order in enumerate(orders))
         schedule = Schedule("", pipe, 2, 1, tuple(range(pipe)), placed)
         peak = round(max(peak_activations(schedule)))
@@ -110,7 +114,7 @@ def test_no_order_beats_the_lower_bound(pipe: int) -> None:
         assert bound > 0.8 * makespan and (number or bound == pytest.approx(makespan))
 
 
-@settings(max_examples=25, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(
     st.integers(1, 4), st.integers(1, 8), costs, st.sampled_from([1, 1.5, 2, 3, None]), st.sampled_from([1, 2, None])
 )

@@ -22,7 +22,7 @@ from triax.testing.pool import RankFailure
 
 from support.training import SGD, microbatches, pipeline_engine, text_batches
 
-VOCABULARY, SAMPLES, LENGTH = 37, 8, 12
+VOCABULARY, SAMPLES, LENGTH = 37, 4, 12
 LLAMA = LlamaConfig.preset("llama-tiny", num_hidden_layers=4, vocab_size=VOCABULARY)
 GPT = GPTConfig.preset("bytes-tiny", num_hidden_layers=4, vocab_size=VOCABULARY)
 
@@ -51,7 +51,7 @@ def whole_and_tiled_steps(
     axes: dict[str, Any], config: AnyDecoderConfig, schedule: str, stage: Any, tile: int, shards: bool, **more: Any
 ) -> list[tuple[float, dict[str, Tensor]]]:
     grid, found = Grid(**axes, timeout=60), []
-    size = SAMPLES // (2 * grid.pipe.size * grid.data.size)  # twice as many microbatches as stages
+    size = max(1, SAMPLES // (2 * grid.pipe.size * grid.data.size))  # twice as many microbatches as stages, or less
     for each in (None, tile):
         engine = engine_of(grid, config, schedule, stage, Recomputation(mlp_tile=each, **more), shards, size)
         loss = engine.train_batch(microbatches(grid, text_batches(VOCABULARY, SAMPLES, LENGTH, 1), size)).item()

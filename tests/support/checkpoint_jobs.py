@@ -20,6 +20,7 @@ from triax.checkpoint.reader import Reader
 from triax.cli.main import app
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
+from triax.pipe.schedules.registry import RECIPES
 
 # 8 entries, as long as the longest pipe axis; 8 heads for the widest tensor axis; 37 tokens divide by no axis.
 VOCABULARY, LENGTH, BATCH, SAMPLES = 37, 8, 8, 24  # an epoch of 3 steps
@@ -44,6 +45,12 @@ class Cell:
     def ranks(self) -> int:
         pipe, data, tensor = self.grid
         return pipe * data * tensor
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a replica in a step: of two samples, or of one if the schedule needs as many microbatches."""
+        samples = BATCH // self.grid[1]
+        return samples // 2 if samples // 2 >= RECIPES[self.schedule].least(self.grid[0]) else samples
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ def make(cell: Cell, job: Job, folder: str = "", seed: int = 7, **more: Any) -> 
     place = {"device": cell.offload, **({"nvme_path": folder} if cell.offload == "nvme" else {})}
     config = {
         "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": cell.microbatches,
         "gradient_clipping": 0.5,
         "optimizer": {"type": job.optimizer, "params": PARAMS[job.optimizer]},
         "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 4, "total_num_steps": 25}},

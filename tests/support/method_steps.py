@@ -20,7 +20,7 @@ import triax
 from triax import Grid
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy"]
-STEPS = pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
+STEPS = pytest.mark.parametrize("steps", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
 
 
 class Place(NamedTuple):

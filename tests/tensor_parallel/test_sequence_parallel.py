@@ -377,9 +377,9 @@ def train(schedule: str, chunks: int, grid: tuple[int, int, int], stage: int) ->
     here = Grid(*grid, timeout=60)
     module = tiny_gpt(here, sequence_parallel=True, num_attention_heads=8, chunks=chunks)
     zero, params = {"stage": stage, "reduce_bucket_size": 2000}, {"weight_decay": 0.1}
-    config = small_config("AdamW", 1e-2, batch=SAMPLES, micro=1, zero=zero, clip=0.5, schedule=schedule, params=params)
+    config = small_config("AdamW", 1e-2, batch=SAMPLES, micro=2, zero=zero, clip=0.5, schedule=schedule, params=params)
     engine, *_ = triax.initialize(model=module, config=config)
-    data, initial, steps = microbatches(here), engine.gather(), []
+    data, initial, steps = microbatches(here, 2), engine.gather(), []
     for _ in range(2):
         loss = engine.train_batch(data).item()
         steps.append((loss, engine.get_global_grad_norm(), engine.gather("gradients"), engine.gather()))

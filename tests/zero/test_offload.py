@@ -30,7 +30,7 @@ from support.resident import Growth, own_pages, rest, status
 from support.toys import error_text, same
 from support.training import Step, assert_steps_equal, pipeline_engine, train
 
-WIDTH, SAMPLES, STEPS = 9, 8, 4
+WIDTH, SAMPLES, STEPS = 9, 8, 3
 
 
 def nvme(path: Path) -> dict[str, Any]:

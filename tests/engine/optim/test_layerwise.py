@@ -24,7 +24,7 @@ from triax.zero import ShardedOptimizer
 from support.toys import mean_loss
 
 EXHAUSTIVE = pytest.mark.exhaustive
-WIDTH, INNER, WORDS, BATCH, STEPS = 6, 8, 11, 8, 4
+WIDTH, INNER, WORDS, BATCH, STEPS = 6, 8, 11, 8, 3
 LAMB: dict[str, Any] = {"lr": 0.05, "betas": [0.8, 0.95], "weight_decay": 0.1, "max_coeff": 3.0, "min_coeff": 0.3}
 MUON = {"muon_lr": 0.05, "adam_lr": 0.01, "weight_decay": 0.1, "betas": [0.8, 0.95], "ns_dtype": "float64"}
 PARAMS = {"Lamb": LAMB, "Muon": MUON}

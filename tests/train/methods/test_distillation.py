@@ -1,4 +1,4 @@
-"""Distillation on grids, beside TRL's DistillationTrainer and the equations in plain PyTorch, over 6 or 20 steps."""
+"""Distillation on grids, beside TRL's DistillationTrainer and the equations in plain PyTorch, over 3 or 20 steps."""
 
 from __future__ import annotations
 

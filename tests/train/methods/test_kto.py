@@ -1,4 +1,4 @@
-"""KTO on grids, beside TRL's KTOTrainer over 6 or 20 steps."""
+"""KTO on grids, beside TRL's KTOTrainer over 3 or 20 steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preference losses on grids, beside TRL's DPOTrainer and the papers' equations in plain PyTorch: 6 or 20 steps."""
+"""Preference losses on grids, beside TRL's DPOTrainer and the papers' equations in plain PyTorch: 3 or 20 steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward models on grids, beside TRL's RewardTrainer over 6 or 20 steps, and in transformers' folders."""
+"""Reward models on grids, beside TRL's RewardTrainer over 3 or 20 steps, and in transformers' folders."""
 
 from __future__ import annotations
 
