@@ -156,11 +156,14 @@ def bars(picture_file: Path) -> list[list[tuple[float, float]]]:
     return [sorted(rows[top]) for top in sorted(rows)]
 
 
-def require_bars_at_times(drawn: list[list[tuple[float, float]]], times: Timeline) -> None:
-    """Compare the edges of all bars with the start and the end of the ops, in one unit of length per unit of time."""
+def require_bars_at_times(picture_file: Path, times: Timeline) -> None:
+    """Compare the edges of all bars with the start and the end of the ops: the first op begins at the axis's 0."""
+    drawn = bars(picture_file)
     spans = [sorted((span.start, span.end) for span in row) for row in times.rows if row]
     assert [len(row) for row in drawn] == [len(row) for row in spans]
-    left, right = drawn[0][0][0], max(row[-1][1] for row in drawn)
+    axis = re.search(r'id="patch_2">\s*<path d="M ([\d.]+)', picture_file.read_text())
+    assert axis is not None
+    left, right = float(axis[1]), max(row[-1][1] for row in drawn)
     begin, end = spans[0][0][0], max(row[-1][1] for row in spans)
     scale = (right - left) / (end - begin)
     for bar, span in zip(chain(*drawn), chain(*spans), strict=True):
@@ -170,16 +173,16 @@ def require_bars_at_times(drawn: list[list[tuple[float, float]]], times: Timelin
 def test_a_large_picture_has_a_bar_for_each_op(tmp_path: Path) -> None:
     times = timeline_of(make_schedule("interleaved", 8, 24), Costs(1, 1.25, 0.75, 0.1))
     picture(times, tmp_path / "large.svg")
-    drawn = bars(tmp_path / "large.svg")
-    assert len(drawn) == 8 and {len(row) for row in drawn} == {2 * 2 * 24}  # F and B of 2 stages and 24 microbatches
-    require_bars_at_times(drawn, times)
+    # F and B of 2 stages and 24 microbatches on each of 8 ranks.
+    assert [len(row) for row in bars(tmp_path / "large.svg")] == [2 * 2 * 24] * 8
+    require_bars_at_times(tmp_path / "large.svg", times)
 
 
 def test_a_picture_shows_a_rank_without_ops_as_an_empty_row(tmp_path: Path) -> None:
     op = make_schedule("1f1b", 1, 1).orders[0][0]
     times = Timeline(((Span(op, 2.0, 3.0),), (), (Span(op, 3.0, 5.0),)))
     picture(times, tmp_path / "three.svg")
-    require_bars_at_times(bars(tmp_path / "three.svg"), times)
+    require_bars_at_times(tmp_path / "three.svg", times)
     shown = (tmp_path / "three.svg").read_text()
     assert [f"<!-- pipe {rank} -->" in shown for rank in range(4)] == [True, True, True, False]
 
