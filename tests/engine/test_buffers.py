@@ -170,7 +170,7 @@ def test_all_replicas_of_a_module_get_the_first_ones_buffers(ranks: Any, tmp_pat
 def test_all_replicas_of_a_pipeline_get_the_first_ones_buffers(
     ranks: Any, tmp_path: Path, sizes: tuple[int, int, int]
 ) -> None:
-    """The state dict of a pipeline also lacked its buffers."""
+    """As plain PyTorch gives them: in the state dict, after a checkpoint is loaded, and in each stage's module."""
     wanted = {f"layers.{name}": value for name, value in replicated(sizes[1]).items() if name != "0.hidden"}
     for stages in ranks(math.prod(sizes), piped, sizes, tmp_path):
         for found, loaded, held in stages:
@@ -197,6 +197,7 @@ def constant() -> list[Any]:
 
 
 def test_constant_buffers_are_not_sent(ranks: Any) -> None:
+    """A model with masks sends one number a step more than one without buffers: whether a buffer has changed."""
     (masks, calls, numbers), (none, same_calls, fewer) = ranks(2, constant)[0]
     assert masks == none == 0 and calls == same_calls and numbers == fewer + 1
 
