@@ -111,7 +111,8 @@ def require_equal_to_transformers(
 
 
 def test_gpt2_trains_as_transformers_on_stages_and_replicas(ranks: Any, tmp_path: Path) -> None:
-    require_equal_to_transformers(ranks, tmp_path, "gpt2", (2, 2, 1), 2)
+    """Two stages of a pipeline and two replicas, in stage 2 of ZeRO: loss, gradients and saved weights of a step."""
+    require_equal_to_transformers(ranks, tmp_path, case="gpt2", sizes=(2, 2, 1), stage=2)
 
 
 def test_tied_llama_trains_as_transformers_on_stages_and_shards(ranks: Any, tmp_path: Path) -> None:

@@ -366,11 +366,39 @@ def module_engine(data: int, expert: int, accumulation: int) -> dict[str, Any]:
     return found | {"bias": block.moe.router.correction_bias}
 
 
-def test_a_plain_module_with_experts_has_equal_losses_on_each_grid(ranks: Any) -> None:
-    wanted = module_engine(1, 1, 1)
+@float64_by_default()
+def module_steps_of_plain_loops() -> dict[str, Any]:
+    """Two steps of SGD, as ``module_engine`` takes them, with the experts of ``moe_reference.py`` and autograd."""
+    torch.manual_seed(1)
+    options: dict[str, Any] = {"balance": ("bias", "sequence")}
+    block = Block(options, grid=Grid())
+    model = nn.Sequential(nn.Linear(D, D), block)
+    weights, bias = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}, torch.zeros(E)
+    prefix = "1.moe."
+    for step in range(2):
+        h = F.linear(batch(step)[0], weights["0.weight"], weights["0.bias"])
+        experts = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+        y, losses, loads = reference(h, experts, OPTIONS | options, K, bias=bias)
+        means = {name: loss / ROWS for name, loss in losses.items()}
+        total = (h + y).square().mean() + 0.1 * means["balance"] + 0.01 * means["z_loss"]
+        for weight, gradient in zip(weights.values(), torch.autograd.grad(total, [*weights.values()]), strict=True):
+            weight.data -= 0.1 * gradient
+        bias += 0.05 * (loads.sum() / E - loads).sign()
+    auxiliary = {f"{prefix}{name}": float(mean.detach()) for name, mean in means.items()}
+    return {
+        "auxiliary": auxiliary,
+        "loads": {"1.moe": loads.tolist()},
+        "weights": {name: w.detach() for name, w in weights.items()},
+        "bias": bias.float(),
+    }
+
+
+def test_a_plain_module_with_experts_trains_as_plain_loops(ranks: Any) -> None:
+    wanted = module_steps_of_plain_loops()
     assert set(wanted["auxiliary"]) == {"1.moe.balance", "1.moe.z_loss"}
-    for sizes in ((2, 2, 2), (2, 1, 1)):
-        for found in ranks(2, module_engine, *sizes):
+    for sizes in ((1, 1, 1), (2, 2, 2), (2, 1, 1)):
+        for found in ranks(sizes[0], module_engine, *sizes):
+            assert found["weights"].keys() == wanted["weights"].keys()
             assert found["auxiliary"] == pytest.approx(wanted["auxiliary"], rel=1e-10)
             assert found["loads"] == wanted["loads"] and torch.equal(found["bias"], wanted["bias"])
             for name, value in wanted["weights"].items():
