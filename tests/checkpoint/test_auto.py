@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace as Namespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from support.checkpoint_jobs import Cell, Job, losses, make, tensors
 from support.module_training import MICRO, microbatch, net
 from support.module_training import config as module_config
 from support.module_training import groups as module_groups
+from support.training import small_config
 
 STEPS = 6  # under fp16 the first five overflow
 
@@ -436,3 +438,23 @@ def test_sigterm_ends_a_process_that_will_not_save(ranks: Any) -> None:
     """The process is a forked child, or its engine is gone, or it receives SIGTERM for the second time."""
     ends = {"fork": 0, "gone": -signal.SIGTERM, "twice": -signal.SIGTERM}
     assert {case: ranks(1, exit_code_after_sigterm, case)[0] for case in ends} == ends
+
+
+def users_numbers() -> list[float]:
+    """Numbers of every generator that a user's program may draw from."""
+    drawn = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.standard_normal()]  # noqa: NPY002
+    return [*map(float, drawn), float(torch.rand(()))]
+
+
+def test_generators_of_a_users_program_resume_in_the_middle(tmp_path: Path) -> None:
+    """Both draw normal numbers in pairs: the second of a pair, which is kept, is the next one after a checkpoint."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    engine = triax.initialize(model=nn.Linear(2, 2), config=small_config(micro=2))[0]
+    users_numbers()
+    assert random.getstate()[2] is not None and np.random.get_state()[3]  # noqa: NPY002  # a second number is kept
+    engine.save_checkpoint(tmp_path)
+    wanted = [users_numbers() for _ in range(3)]
+    users_numbers()
+    engine.load_checkpoint(tmp_path)
+    assert [users_numbers() for _ in range(3)] == wanted

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -77,18 +78,36 @@ def changed(content: Any, path: tuple[Any, ...], value: Any) -> Any:
     return found
 
 
+def state_in_file(saved: Path, step: int) -> dict[str, torch.Tensor]:
+    """Read the weights, in fp16 as the module has them, and the buffers of a checkpoint without triax."""
+    held = load_file(saved / f"global_step{step}" / "rank-00000.safetensors")
+    weights = {name: value.half() for name, value in held.items() if name.startswith("weights/")}
+    kept = weights | {name: value for name, value in held.items() if name.startswith("buffers/")}
+    return {name.partition("/")[2]: value for name, value in kept.items()}
+
+
 def resume_all(saved: Path, cases: list[tuple[tuple[Any, ...], Any]], caplog: pytest.LogCaptureFixture) -> int:
-    """Resume after each change of the newer index: from the older one with a line, or from the new one. Train."""
+    """Resume after each change of the newer index: from the older one with a line, or from the newer one. Train.
+
+    Either way the engine has every weight and buffer that the checkpoint's file has. Returns the number of cases in
+    which the older one was taken.
+    """
     content = json.loads((saved / "global_step2/index.json").read_text())
+    states = {step: state_in_file(saved, step) for step in (1, 2)}
+    assert all(not torch.equal(value, states[2][name]) for name, value in states[1].items() if "running" in name)
     other, passed = engine(), 0
     caplog.set_level(logging.WARNING)
     for path, value in cases:
         write_index(saved / "global_step2", changed(content, path, value))
         caplog.clear()
         other.checkpointer.resume(saved)
+        step, state = other.global_steps, other.module_state_dict()
+        assert step in (1, 2), (path, value)
+        assert state.keys() == states[step].keys()
+        assert all(torch.equal(state[name], states[step][name]) for name in state), (path, value, step)
         train(other)
-        assert other.global_steps in (2, 3), (path, value)
-        if other.global_steps == 2:
+        assert other.global_steps == step + 1, (path, value)
+        if step == 1:
             passed += 1
             lines = [each for each in caplog.messages if "is not used" in each]
             assert len(lines) == 1 and "global_step2" in lines[0] and "\n" not in lines[0], (path, value, lines)
@@ -133,6 +152,7 @@ def test_resuming_skips_indices_with_malformed_values(saved: Path, caplog: pytes
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_resuming_survives_a_malformed_value_at_any_place(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run goes on with the whole state of the older or of the newer checkpoint, never with a part of it."""
     cases = all_cases(saved)
     assert resume_all(saved, cases, caplog) > len(cases) // 2
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
+from itertools import pairwise
+from operator import le
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +54,28 @@ def test_schedule_cuts_prints_a_table_and_a_valid_line(file: str) -> None:
     assert "0 5 8" in text or "0 6 8" in text
 
 
+def bytes_of_ranks(boundaries: list[int], held: tuple[int, int] = (2, 1)) -> list[float]:
+    """Bytes of two ranks by hand: of each layer its weights, and its activations of ``held`` microbatches.
+
+    1F1B holds those of two microbatches on the first of two ranks, and of one on the last.
+    """
+    layers = [(1e9, 1e8)] * 7 + [(2e9, 5e8)]
+    parts = [layers[start:stop] for start, stop in pairwise(boundaries)]
+    return [sum(weights + count * kept for weights, kept in part) for part, count in zip(parts, held, strict=True)]
+
+
 def test_cuts_keep_the_memory_limit_or_are_refused(file: str) -> None:
     words = ("schedule", "cuts", file, "--pipe", "2", "--microbatches", "8", "--limit")
-    cuts = json.loads(run(*words, "7.5,5", "--json"))["cuts"][2:]
-    assert cuts and all(each["bytes"][0] <= 7.5e9 and each["bytes"][1] <= 5e9 for each in cuts)
+    _, _, time, memory, auto = json.loads(run(*words, "7.5,5", "--json"))["cuts"]
+    for each in (time, memory, auto):
+        assert all(size <= limit for size, limit in zip(each["bytes"], (7.5e9, 5e9), strict=True))
+    for each in (time, memory):
+        assert each["schedule"] == "1f1b" and each["bytes"] == pytest.approx(bytes_of_ranks(each["boundaries"]))
+    fitting = [[0, n, 8] for n in range(1, 8) if all(map(le, bytes_of_ranks([0, n, 8]), (7.5e9, 5e9)))]
+    assert fitting == [[0, 5, 8], [0, 6, 8]]
+    assert memory["boundaries"] == min(fitting, key=lambda cut: max(bytes_of_ranks(cut)))
+    assert time["boundaries"] in fitting and time["seconds"] <= memory["seconds"]
+    assert all(max(bytes_of_ranks([0, n, 8])) > 4e9 for n in range(1, 8))
     assert "was found within 4 GB" in run_triax(*words, "4")[1].replace("\n", " ")
 
 

@@ -114,6 +114,7 @@ def test_every_grid_with_pipe_trains_and_resumes_as_transformers(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", OTHERS)
 def test_two_stages_of_other_families_train_as_transformers(ranks: Any, tmp_path: Path, case: str) -> None:
+    """Losses, norms and weights of a short run; without a configuration, ``run`` is that of transformers' Trainer."""
     (wanted,) = ranks(1, run, str(tmp_path / "plain"), 1, None, case=case, **SHORT)
     for found in ranks(2, run, str(tmp_path / "out"), 1, {"grid": {"pipe": 2}}, case=case, timeout=120, **SHORT):
         near(found, wanted, 6)

@@ -124,7 +124,8 @@ def test_modules_that_peft_trains_whole_are_saved_in_stage_3(ranks: Any, tmp_pat
 
 
 def test_two_replicas_in_stage_3_resume_on_one_process(ranks: Any, plain: Any, tmp_path: Path) -> None:
-    require_equal_to_transformers(ranks, plain, tmp_path, "gpt2", (2, 1), 3, (1, 1, 1), FEW)
+    """As (replicas, tensor ranks) and a stage: (2, 1) in stage 3, and then (1, 1) in stage 1."""
+    require_equal_to_transformers(ranks, plain, tmp_path, case="gpt2", grid=(2, 1), stage=3, then=(1, 1, 1), steps=FEW)
 
 
 def test_two_tensor_ranks_resume_on_two_replicas(ranks: Any, plain: Any, tmp_path: Path) -> None:

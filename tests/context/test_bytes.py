@@ -107,12 +107,33 @@ def test_attention_computes_little_more_than_the_kept_blocks(mode: str, size: in
     assert work < 0.5 * 2 * 2048**2 / 2
 
 
-def test_windows_and_documents_skip_masked_blocks() -> None:
-    dense = 2 * 4096**2
-    assert computed(Mask(4096, True, window=256)) <= 2 * 4096 * (256 + 2 * 128) * 1.2
-    documents = Documents(torch.arange(4096)[None] // 512)
-    assert computed(Mask(4096, True, documents=documents)) <= 0.65 * dense / 8
-    assert computed(Mask(4096, False, documents=documents)) == dense / 8
+def seen(length: int, causal: bool, window: int | None = None, documents: Tensor | None = None) -> int:
+    """Number of pairs of a query and a key that it sees, counted in a plain mask of the whole sequence."""
+    query, key = torch.arange(length)[:, None], torch.arange(length)
+    mask = (key <= query) if causal else torch.ones(length, length, dtype=torch.bool)
+    if window is not None:
+        mask = mask & (query - key < window)
+    if documents is not None:
+        mask = mask & (documents[:, None] == documents)
+    return int(mask.sum())
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_scores_outside_of_windows_and_documents_are_skipped(size: int) -> None:
+    """All scores that count are computed, and at most a block of 128 more on either side of each row of them."""
+    length, heads, block = 4096, 2, 128
+
+    def total(mask: Mask) -> int:
+        return sum(computed(mask, heads, rank, size) for rank in range(size))
+
+    window = heads * seen(length, True, window=256)
+    assert window <= total(Mask(length, True, window=256)) <= window + heads * length * 2 * block
+    documents = torch.arange(length) // 512
+    causal = heads * seen(length, True, documents=documents)
+    assert causal <= total(Mask(length, True, documents=Documents(documents[None]))) <= causal + heads * length * block
+    both_ways = heads * seen(length, False, documents=documents)
+    assert both_ways == heads * 8 * 512**2
+    assert total(Mask(length, False, documents=Documents(documents[None]))) == both_ways
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -138,6 +138,19 @@ def test_the_loader_resumes_bitwise_on_any_number_of_replicas(tokens: Path, pack
     assert loader.seeks == 2 and loader.epoch == 8 / loader.rows.count
 
 
+@pytest.mark.parametrize("threads", [0, 1, 2])
+def test_advance_drops_microbatches_that_were_made_ahead(tokens: Path, threads: int) -> None:
+    """A loader that has read, and then goes along with other ranks, reads next what a loader that read all reads."""
+    data = TokenData(tokens, 50)
+    straight = [rows_of([batch]) for batch in islice(data.loader(8, 2, seed=2, threads=0), 9)]
+    loader = data.loader(8, 2, seed=2, threads=threads)
+    for number in (0, 4, 8):  # between them are three that others read
+        found = rows_of([next(loader)])
+        assert all(torch.equal(a, b) for a, b in zip(found, straight[number], strict=True)), number
+        loader.advance(3)
+    loader.close()
+
+
 def test_hashes_equal_the_published_splitmix64_values() -> None:
     """SplitMix64 with its published test vector. It may never change: runs resume from its orders."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
+from triax.grid.layout import Layout, set_layout
 
 from support.toys import error_text, mean_loss, same
 from support.training import small_config
@@ -169,7 +170,7 @@ def test_all_replicas_of_a_module_get_the_first_ones_buffers(ranks: Any, tmp_pat
 def test_all_replicas_of_a_pipeline_get_the_first_ones_buffers(
     ranks: Any, tmp_path: Path, sizes: tuple[int, int, int]
 ) -> None:
-    """The state dict of a pipeline also lacked its buffers."""
+    """As plain PyTorch gives them: in the state dict, after a checkpoint is loaded, and in each stage's module."""
     wanted = {f"layers.{name}": value for name, value in replicated(sizes[1]).items() if name != "0.hidden"}
     for stages in ranks(math.prod(sizes), piped, sizes, tmp_path):
         for found, loaded, held in stages:
@@ -196,8 +197,42 @@ def constant() -> list[Any]:
 
 
 def test_constant_buffers_are_not_sent(ranks: Any) -> None:
+    """A model with masks sends one number a step more than one without buffers: whether a buffer has changed."""
     (masks, calls, numbers), (none, same_calls, fewer) = ranks(2, constant)[0]
     assert masks == none == 0 and calls == same_calls and numbers == fewer + 1
+
+
+class CountedExperts(nn.Module):
+    """A user's layer of 4 experts, sharded over the expert axis, whose buffer has a row for each of its experts."""
+
+    seen: Tensor
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("seen", torch.zeros(4 // grid.expert.size, 1, dtype=torch.float64))
+        set_layout(self.seen, Layout((4, 1), expert_dim=0))
+        self.rank = grid.rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.fill_(10.0 + self.rank)
+        y: Tensor = self.linear(x)
+        return y
+
+
+def expert_buffers() -> list[float]:
+    grid = Grid(data=4, expert=2, timeout=60)
+    engine = triax.initialize(model=CountedExperts(grid), config=config(grid, 1), grid=grid)[0]
+    for x, y in own(grid, 0):
+        engine.backward(mean_loss(engine(x), y))
+        engine.step()
+    found: list[float] = engine.module.seen.flatten().tolist()
+    return found
+
+
+def test_buffers_of_experts_are_those_of_their_first_replica(ranks: Any) -> None:
+    """Ranks 0 and 2 hold the first two experts, ranks 1 and 3 the others: each pair has a first rank of its own."""
+    assert ranks(4, expert_buffers) == [[10.0, 10.0], [11.0, 11.0], [10.0, 10.0], [11.0, 11.0]]
 
 
 def local(kind: str) -> list[State]:

@@ -63,3 +63,20 @@ def test_a_step_observer_can_skip_a_step(pipelined: bool) -> None:
         torch.testing.assert_close(found, gradient, rtol=0, atol=1e-12)
         weights.append(torch.equal(before, layer.weight))
     assert weights == [False, True, False] and engine.global_steps == 3 and others.calls == vetoes.calls
+
+
+def test_gradients_that_were_read_before_a_skipped_step_are_means() -> None:
+    """Reading ``.grad`` divides what the engine holds, so ``gather`` must not divide it by the whole weight again."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 1).double()
+    engine = triax.Engine(layer, optimizer=partial(torch.optim.SGD, lr=0.1), batch=triax.Batch(size=4, microbatch=2))
+    engine.observers.append(Vetoes())
+    for reads in (False, True):  # the second step is the skipped one
+        wanted = torch.autograd.grad((layer(X) - Y).square().mean(), layer.weight)[0]
+        for microbatch in range(2):
+            engine.backward((engine(X) - Y).square().mean())
+            if reads and microbatch == 1:
+                assert layer.weight.grad is not None
+                torch.testing.assert_close(layer.weight.grad.clone(), wanted, rtol=0, atol=1e-12)
+            engine.step()
+    torch.testing.assert_close(engine.gather("gradients")["weight"], wanted, rtol=0, atol=1e-12)

@@ -174,6 +174,7 @@ def stages(limit: float, *grid: int) -> dict[str, Any]:
 
 @pytest.mark.exhaustive
 def test_auto_stage_fits_in_the_memory_limit(ranks: Any) -> None:
+    """The limit lies between the bytes that 4 replicas hold in stage 3 and in stage 1: a stage from 2 on is chosen."""
     small = ranks(4, train, gpt, tokens, {AUTO: 1, "zero_optimization": {"stage": 3}}, 1, 4, 1)
     large = ranks(4, train, gpt, tokens, {AUTO: 1, "zero_optimization": {"stage": 1}}, 1, 4, 1)
     limit = (max(each["bytes"] for each in small) + min(each["bytes"] for each in large)) / 2

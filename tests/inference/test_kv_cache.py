@@ -73,6 +73,22 @@ def test_cached_tokens_have_the_logits_of_the_whole_sequence(config: Any) -> Non
     torch.testing.assert_close(part[0, 0], whole[0, 2], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("kinds", [("sliding_attention", "full_attention"), ("full_attention", "sliding_attention")])
+@torch.no_grad()
+def test_layers_with_and_without_a_window_have_their_own_masks(kinds: tuple[str, str]) -> None:
+    """In one decode step; the logits are those of the whole sequence, on which the window has an effect."""
+    config = replace(LLAMA, num_hidden_layers=2, sliding_window=3, layer_types=kinds)
+    module, x = model(config).eval(), ids(2, 12)
+    whole = module(x)
+    without = model(replace(config, layer_types=("full_attention",) * 2)).eval()(x)
+    assert not torch.allclose(without[:, 3:], whole[:, 3:], rtol=1e-6)
+    cached = Cached(module, 2, 12)
+    torch.testing.assert_close(cached([0, 1], [0, 0], x[:, :5]), whole[:, :5], rtol=1e-10, atol=1e-10)
+    for start in range(5, 12):
+        found = cached([0, 1], [start, start], x[:, start : start + 1])
+        torch.testing.assert_close(found[:, 0], whole[:, start], rtol=1e-10, atol=1e-10)
+
+
 @torch.no_grad()
 def test_kv_cache_bytes_equal_the_formula() -> None:
     for config, kv_heads in ((GPT, 4), (GROUPED, 2)):

@@ -303,8 +303,9 @@ def engines(stages: list[int], passes: int) -> None:
 
 
 def test_gradient_functions_act_as_in_torch_on_one_process() -> None:
-    engines([0, 3], 1)
-    engines([0], 2)
+    """Each of ``FUNCTIONS`` in a step of its own: its result, and the weights after the step, are plain PyTorch's."""
+    engines(stages=[0, 3], passes=1)
+    engines(stages=[0], passes=2)
 
 
 def test_gradient_functions_act_as_in_torch_on_two_ranks(ranks: Any) -> None:

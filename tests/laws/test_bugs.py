@@ -257,8 +257,11 @@ def limits_of_stage_3() -> list[dict[str, Tensor]]:
     return found
 
 
-def test_limits_of_stage_3_are_refused_by_name(ranks: Any) -> None:
-    """Released weights were NaN without a word, or ended in messages about storages and setup_context."""
+def test_losses_that_stage_3_refuses_run_within_gathered(ranks: Any) -> None:
+    """Outside of it each raises its error of ``LIMITS``; within, the gradients are those of plain PyTorch.
+
+    Released weights were NaN without a word, or ended in messages about storages and setup_context.
+    """
     wanted = []
     for loss_of in LIMITS:
         model = limits_model()

@@ -380,21 +380,31 @@ def test_make_lists_every_target(clone: Path) -> None:
     assert listed == ["help", "install", "train", *tests, "docs", "look", "release-check", "wheel", "lint"]
 
 
-def test_the_release_check_runs_every_step_in_order(clone: Path) -> None:
+def checked_release(clone: Path, **environment: str) -> tuple[int, list[str]]:
+    """Exit code of `make release-check`, and its commands: the first words of each, in their order."""
     make(clone, "install")
+    for tool in ("ruff", "mypy", "sphinx-build"):
+        (clone / ".venv" / "bin" / tool).write_text(f'#!/bin/sh\necho "{tool} $@" >> "{clone}/log"\n')
+        (clone / ".venv" / "bin" / tool).chmod(0o755)
     asked(clone)
-    planned = make(clone, "-n", "release-check").stdout
-    steps = (
-        "ruff check",
-        "mypy",
-        "exhaustive or not exhaustive",
-        "tests/laws/$program.py",
-        "sphinx-build",
-        "release.py",
-    )
-    at = [planned.find(step) for step in steps]
-    assert -1 not in at and at == sorted(at), planned
-    assert "3600 / 4" in planned
+    done = make(clone, "release-check", **environment)
+    return done.returncode, [line.partition(" --config-file")[0].partition(" --fail")[0] for line in asked(clone)]
+
+
+LINTED = ["ruff check", "ruff format --check", "mypy"]
+EVERY_TEST = ["-m pytest -m exhaustive or not exhaustive"]
+AN_HOUR_OF_FUZZING = [
+    f"tests/laws/{program}.py --seconds 900" for program in ("fuzz", "fuzz_config", "fuzz_train_files", "faults")
+]
+
+
+def test_the_release_check_runs_every_step_in_order(clone: Path) -> None:
+    steps = [*LINTED, *EVERY_TEST, *AN_HOUR_OF_FUZZING, "sphinx-build", "tests/laws/release.py"]
+    assert checked_release(clone) == (0, steps)
+
+
+def test_the_release_check_ends_with_the_step_that_fails(clone: Path) -> None:
+    assert checked_release(clone, FAKE_STATUS="1") == (2, [*LINTED, *EVERY_TEST])  # of pytest
 
 
 def test_all_files_state_one_version() -> None:

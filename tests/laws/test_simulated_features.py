@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 import triax
 from triax import Grid
 from triax.options.zero import Offload, OffloadOptimizer
+from triax.pipe.program.ops import Op
+from triax.pipe.schedules.choose import make_schedule
 
 from support.module_training import net
 from support.training import microbatches, text_batches, tiny_gpt, train
@@ -113,6 +116,16 @@ def _normed(device: str) -> Found:
     return dict(engine.module_state_dict())
 
 
+def _reloaded_at_once(device: str) -> Found:
+    """Offload each microbatch's activations and reload them before any other op, on both stages of a pipeline."""
+    plain = make_schedule("1f1b", 2, 4)
+    orders = tuple(
+        tuple(each for op in order for each in ((op, Op("O", *op[1:]), Op("R", *op[1:])) if op.kind == "F" else (op,)))
+        for order in plain.orders
+    )
+    return _trained(device, pipe=2, schedule=replace(plain, name="mine", orders=orders))
+
+
 FEATURES: dict[str, Callable[..., Found]] = {
     "optimizer state in host memory, stage 1": partial(_offloaded, stage=1),
     "optimizer state in host memory, stage 2": partial(_offloaded, stage=2),
@@ -122,6 +135,10 @@ FEATURES: dict[str, Callable[..., Found]] = {
         _trained,
         zero=triax.Zero(stage=3, offload_parameters=Offload(device="cpu", pin_memory=True)),
     ),
+    "activations in host memory": partial(
+        _trained, pipe=2, schedule={"name": "gpipe", "offload": {"device": "cpu", "copy_time": 0.01}}
+    ),
+    "activations in host memory for no time": _reloaded_at_once,
     "LoRA": partial(_trained, lora=triax.Lora(rank=2, targets=("c_attn", "c_fc")), zero=triax.Zero(stage=3)),
     "labels that are sent": partial(
         _trained, pipe=2, batch=triax.Batch(size=8, microbatch=2, labels="sent"), zero=triax.Zero(stage=3)

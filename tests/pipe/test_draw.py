@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -146,11 +146,45 @@ def test_a_title_names_the_ranks_that_wait_least_and_most(tmp_path: Path) -> Non
     assert title in (tmp_path / "two.svg").read_text()
 
 
-def test_large_and_partly_empty_pictures_are_drawn(tmp_path: Path) -> None:
-    picture(timeline_of(make_schedule("interleaved", 8, 24)), tmp_path / "large.png")
-    nothing = Timeline(((Span(make_schedule("1f1b", 1, 1).orders[0][0], 2.0, 3.0),), ()))
-    picture(nothing, tmp_path / "one.png")
-    assert (tmp_path / "large.png").stat().st_size > 20_000 and (tmp_path / "one.png").exists()
+def bars(picture_file: Path) -> list[list[tuple[float, float]]]:
+    """Left and right edge, in points, of each bar of an SVG file, for each row that has bars, from the top."""
+    corner = r"[ML] ([\d.-]+) ([\d.-]+) \n"
+    shape = rf'd="{corner}{corner}{corner}{corner}z\n"[^>]*stroke: #ffffff; stroke-width: 0.4"'
+    rows: dict[float, list[tuple[float, float]]] = {}
+    for left, top, _, _, right, *_ in re.findall(shape, picture_file.read_text()):
+        rows.setdefault(float(top), []).append((float(left), float(right)))
+    return [sorted(rows[top]) for top in sorted(rows)]
+
+
+def require_bars_at_times(picture_file: Path, times: Timeline) -> None:
+    """Compare the edges of all bars with the start and the end of the ops: the first op begins at the axis's 0."""
+    drawn = bars(picture_file)
+    spans = [sorted((span.start, span.end) for span in row) for row in times.rows if row]
+    assert [len(row) for row in drawn] == [len(row) for row in spans]
+    axis = re.search(r'id="patch_2">\s*<path d="M ([\d.]+)', picture_file.read_text())
+    assert axis is not None
+    left, right = float(axis[1]), max(row[-1][1] for row in drawn)
+    begin, end = spans[0][0][0], max(row[-1][1] for row in spans)
+    scale = (right - left) / (end - begin)
+    for bar, span in zip(chain(*drawn), chain(*spans), strict=True):
+        assert [(edge - left) / scale for edge in bar] == pytest.approx([time - begin for time in span], abs=1e-3)
+
+
+def test_a_large_picture_has_a_bar_for_each_op(tmp_path: Path) -> None:
+    times = timeline_of(make_schedule("interleaved", 8, 24), Costs(1, 1.25, 0.75, 0.1))
+    picture(times, tmp_path / "large.svg")
+    # F and B of 2 stages and 24 microbatches on each of 8 ranks.
+    assert [len(row) for row in bars(tmp_path / "large.svg")] == [2 * 2 * 24] * 8
+    require_bars_at_times(tmp_path / "large.svg", times)
+
+
+def test_a_picture_shows_a_rank_without_ops_as_an_empty_row(tmp_path: Path) -> None:
+    op = make_schedule("1f1b", 1, 1).orders[0][0]
+    times = Timeline(((Span(op, 2.0, 3.0),), (), (Span(op, 3.0, 5.0),)))
+    picture(times, tmp_path / "three.svg")
+    require_bars_at_times(tmp_path / "three.svg", times)
+    shown = (tmp_path / "three.svg").read_text()
+    assert [f"<!-- pipe {rank} -->" in shown for rank in range(4)] == [True, True, True, False]
 
 
 def test_a_chrome_trace_holds_every_op_once() -> None:

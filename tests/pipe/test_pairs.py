@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -118,14 +118,14 @@ def ends(schedule: Schedule, costs: Costs) -> dict[Op, tuple[float, float]]:
     return {op: time(group) for group in groups for op in group}
 
 
-def with_pairs(schedule: Schedule, seed: int) -> Schedule:
+def with_pairs(schedule: Schedule, seed: int, chance: float = 0.3) -> Schedule:
     """Return a schedule with random neighbors as pairs, which may hang."""
     draw, pairs, orders = random.Random(seed), set(), []
     for order in map(list, schedule.orders):
         i = 0
         while i + 1 < len(order):
             both = sorted(order[i : i + 2], key=lambda op: op.kind != "F")
-            if both[0].kind == "F" and both[0].microbatch != both[1].microbatch and draw.random() < 0.3:
+            if both[0].kind == "F" and both[0].microbatch != both[1].microbatch and draw.random() < chance:
                 if both[1].kind == "F" and draw.random() < 0.5:
                     both.reverse()  # the later microbatch comes first, and its message too
                 order[i : i + 2] = both
@@ -141,12 +141,18 @@ def with_pairs(schedule: Schedule, seed: int) -> Schedule:
 def test_pairs_run_at_the_times_of_an_independent_simulator(
     schedule: Schedule, seed: int, f: float, i: float, w: float, comm: float, ar: float, a2a: float
 ) -> None:
+    """With ever fewer pairs until the schedule does not hang; without any, as the generator made it, it never does."""
     costs = Costs(f, i, w, comm, AR=ar, A2A=a2a)
-    made = schedule if schedule.pairs else with_pairs(schedule, seed)
-    try:
-        verify(made)
-    except ScheduleError:
-        return  # the test below
+    made = schedule
+    for chance in (0.3, 0.1, 0.03) if not schedule.pairs else ():
+        made = with_pairs(schedule, seed, chance)
+        try:
+            verify(made)
+            break
+        except ScheduleError:
+            made = schedule
+    verify(made)
+    event("with pairs" if made.pairs else "without pairs")
     expected = ends(made, costs)
     for row in timeline_of(made, costs).rows:
         for op, start, end in row:

@@ -326,8 +326,10 @@ def test_inputs_changed_in_place_that_cannot_be_restored_are_refused() -> None:
 
 
 def test_recomputation_drops_products_that_change_in_place() -> None:
+    """Granularity ``matmul`` keeps the second product of a layer, not the first, which ReLU overwrites."""
     layers = [nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True), nn.Linear(5, 3), nn.Tanh())]
     x, found = torch.randn(2, 3), []
+    wanted = torch.autograd.grad(layers[0](x).square().sum(), [*layers[0].parameters()])
     for granularity in ("full", "matmul"):
         model = PipelineModule(layers, grid=Grid())
         model.recompute = Recompute(model.grid, model.dropout_state, 1, granularity=granularity)
@@ -338,8 +340,10 @@ def test_recomputation_drops_products_that_change_in_place() -> None:
             found.append((meter.saved, y))
             y.square().sum().backward()
         found[-1] = (found[-1][0], [p.grad.clone() for p in model.parameters()])  # type: ignore
+    for _, gradients in found:
+        torch.testing.assert_close(gradients, [*wanted], rtol=1e-6, atol=1e-7)
     assert all(map(torch.equal, found[0][1], found[1][1]))
-    assert found[1][0] - found[0][0] == 2 * 3 * 4  # of the last product, not of the first
+    assert found[1][0] - found[0][0] == 2 * 3 * 4  # bytes of the second product, (2, 3) in fp32
 
 
 class Remembers(nn.Module):

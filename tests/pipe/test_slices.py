@@ -385,6 +385,7 @@ def test_sliced_training_on_ranks_equals_one_process(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [*MODELS])
 def test_sliced_training_of_every_model_equals_one_process(ranks: Any, kind: str) -> None:
+    """Every schedule twice, on three grids of 4 ranks, with each kind of recomputation and each stage of ZeRO."""
     cells: list[tuple[dict[str, Any], Cell]] = []
     recomputes: list[dict[str, Any]] = [{}, {"enabled": True}, {"granularity": "selective"}, {"granularity": "matmul"}]
     for number, name in enumerate(NAMES * 2):

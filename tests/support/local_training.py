@@ -46,9 +46,10 @@ def make(
     optimizer: dict[str, Any],
     dropout: float = 0.0,
     dtype: torch.dtype = torch.float64,
+    context: int = 1,
     **more: Any,
 ) -> Any:
-    grid = Grid(*shape, timeout=30)
+    grid = Grid(*shape, context=context, timeout=30)
     sizes = GPTConfig(VOCABULARY, LENGTH, 8, 2, 2, dropout=dropout)
     loss = GPTLoss(grid, vocab_size=VOCABULARY)
     model = triax.PipelineModule(gpt_layers(sizes), grid=grid, loss_fn=loss, seed=3, dtype=dtype)

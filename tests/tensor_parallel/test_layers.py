@@ -417,3 +417,12 @@ def test_repr_of_a_sharded_layer_shows_whole_sizes() -> None:
     layer = ColumnParallelLinear(8, 12, grid=Grid(), parts=(4, 4, 4))
     shown = "ColumnParallelLinear(in_features=8, out_features=12, bias=True, parts=(4, 4, 4), tensor=1)"
     assert repr(layer) == shown
+
+
+def test_the_factor_of_an_embedding_is_rounded_to_its_dtype() -> None:
+    """As transformers multiplies Gemma's: sqrt(3072) = 55.43 is 55.5 in bf16, and products differ by a unit."""
+    layer = VocabParallelEmbedding(50, 8, grid=Grid(), scale=3072**0.5, dtype=torch.bfloat16)
+    ids = torch.arange(50)[None]
+    vectors = F.embedding(ids, layer.weight)
+    assert torch.equal(layer(ids), vectors * torch.tensor(55.5, dtype=torch.bfloat16))
+    assert not torch.equal(layer(ids), vectors * 3072**0.5)

@@ -34,17 +34,23 @@ def test_nf4_values_are_quantiles_of_the_normal_distribution() -> None:
     torch.testing.assert_close(torch.tensor(nf4.NF4, dtype=torch.float64), values / values.max(), rtol=0, atol=1e-6)
 
 
+def nearest_values(weight: Tensor) -> Tensor:
+    """Return the weight after its quantization to NF4: a plain loop over blocks of 64 of each row, in fp32."""
+    weight, table = weight.detach().float(), torch.tensor(nf4.NF4)
+    found = torch.empty_like(weight)
+    for row in range(len(weight)):
+        for start in range(0, weight.shape[1], 64):
+            block = weight[row, start : start + 64]
+            nearest = (block[:, None] / block.abs().max() - table).abs().argmin(1)
+            found[row, start : start + 64] = table[nearest] * block.abs().max()
+    return found
+
+
 def test_nf4_codes_choose_the_nearest_value() -> None:
     """Against a plain loop over the blocks; 70 inputs are a block of 64 and one of 6."""
     weight = weight_of(8, 70)
     made, table = numbers("nf4", weight), torch.tensor(nf4.NF4)
-    wanted = torch.empty_like(weight)
-    for row in range(8):
-        for start in (0, 64):
-            block = weight[row, start : start + 64]
-            nearest = (block[:, None] / block.abs().max() - table).abs().argmin(1)
-            wanted[row, start : start + 64] = table[nearest] * block.abs().max()
-    torch.testing.assert_close(made.dense(), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(made.dense(), nearest_values(weight), rtol=1e-6, atol=0)
     high, low = made.codes[0, 0] >> 4, made.codes[0, 0] & 15
     assert torch.equal(table[torch.stack([high, low]).int()] * weight[0, :64].abs().max(), made.dense()[0, :2])
 
@@ -136,8 +142,10 @@ def test_quantized_weights_are_dequantized_in_lists_and_keywords(read: str) -> N
     from triax.tensor_parallel.quantized import quantize_layer
 
     layer = torch.nn.Linear(128, 64, dtype=torch.float64)
+    wanted = nearest_values(layer.weight).double()
     quantize_layer(layer, "layer", "nf4", Grid().tensor, False)
     dense, x = layer.quantized.dense().double(), torch.linspace(-1, 1, 384, dtype=torch.float64).view(3, 128)  # type: ignore[operator, union-attr]
+    torch.testing.assert_close(dense, wanted, rtol=1e-6, atol=0)
     torch.testing.assert_close(READS[read](layer.weight, x), READS[read](dense, x), rtol=0, atol=1e-10)
     for write in (lambda: torch._foreach_mul_([layer.weight], 2.0), lambda: torch.add(dense, 1, out=layer.weight)):
         with pytest.raises(RuntimeError, match="is kept in nf4"):

@@ -473,3 +473,30 @@ def test_offload_takes_an_optimizer_that_makes_state_at_once() -> None:
         engine = pipeline_engine(model, batch, optimizer=StartsWithState, zero=zero)
         made.append(train(engine, batches(grid), 3)[-1].weights)
     torch.testing.assert_close(*made, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+def test_each_offloaded_tensor_counts_at_its_place_alone(tmp_path: Path, stage: int, device: str) -> None:
+    """Micikevicius et al. 2018 and ZeRO, section 3.1: 2 bytes of weights; in fp32 a master, a gradient and 2 moments.
+
+    Stage 1 keeps whole gradients on the device; stages 2 and 3 offload their shards too.
+    """
+    model, numel = nn.Linear(16, 16, bias=False), 256
+    place = {"device": device, "path": str(tmp_path) if device == "nvme" else None}
+    engine = triax.Engine(
+        model,
+        optimizer=triax.Optimizer("AdamW", lr=0.1),
+        batch=triax.Batch(size=2),
+        precision="bf16",
+        zero=triax.Zero(stage=stage, offload_optimizer=place),
+    )
+    engine.backward(engine(torch.ones(2, 16, dtype=torch.bfloat16)).float().sum())
+    engine.step()
+    sizes = {"gradients": 4 * numel, "masters": 4 * numel, "optimizer": 8 * numel}
+    moved = [] if device == "none" else ["masters", "optimizer", *(["gradients"] if stage > 1 else [])]
+    report = engine.memory_report()
+    assert report["offloaded"] == ({device: {kind: sizes[kind] for kind in moved}} if moved else {})
+    held = {kind: 0 if kind in moved else size for kind, size in sizes.items()}
+    assert {kind: report["held"][kind] for kind in held} == held
+    assert report["held"]["parameters"] == 2 * numel

@@ -107,6 +107,19 @@ def test_options_of_zero_act_within_groups_of_shards(ranks: Any, tmp_path: Any) 
             assert_steps_equal(steps, plain)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_groups_of_shards_sum_float64_gradients_in_float32(ranks: Any, stage: int) -> None:
+    """What is sent between groups is rounded to float32; what is received replaces the group's own sum."""
+    optimizer = triax.Optimizer("SGD", lr=1e-2)
+    [plain] = gpt_steps([{}], optimizer=optimizer)
+    zeros = [{"stage": stage, "shard_size": size} for size in (1, 2)]
+    for rank in ranks(4, gpt_steps, zeros, optimizer=optimizer, reduction={"dtype": "fp32"}):
+        for steps in rank:
+            assert_steps_equal(steps, plain, rtol=1e-5, atol=1e-6)
+            with pytest.raises(AssertionError):  # it was not summed in float64
+                assert_steps_equal(steps, plain)
+
+
 def reports(zero: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     grid = Grid(timeout=60)
     engine = pipeline_engine(tiny_gpt(grid), triax.Batch(size=8, microbatches=2), zero=triax.Zero(**zero))

@@ -294,30 +294,45 @@ def test_a_meta_view_sees_later_writes_to_its_tensor() -> None:
         assert whole.tolist() == [[2.0] * 3, [0.0] * 3]
 
 
-def test_small_values_are_known_on_the_meta_device() -> None:
-    with MetaValues(7.0) as values:
+def test_values_written_to_small_meta_tensors_are_kept() -> None:
+    with MetaValues(7.0):
         flags = torch.tensor([3, -3], device="meta")
         assert bool(flags[0] == -flags[1])
         flags[0] = 5
         assert flags.tolist() == [5, -3]
         flags.add_(1)
-        assert (flags.sum() * 2).item() == 8
-        mixed = torch.stack([torch.zeros((), device="meta"), torch.rand(9, device="meta").sum()])
-        assert mixed.tolist() == [0.0, 7.0]
-        unknown = torch.rand(10_000, device="meta")
-        assert not torch.isnan(unknown).any()
-        assert torch.isfinite(unknown).all()
-        assert bool(unknown.sum() > 6.5)
-        assert not bool(unknown.max() > 7.5)
-        assert f"{unknown.mean():.2f}" == "7.00"
-        assert unknown[:1000].cpu().tolist() == [7.0] * 1000
-        assert torch.ones(3, device="cuda").is_meta
-        assert (torch.ones(3) + torch.ones(3, device="meta")).is_meta
+        assert flags.tolist() == [6, -2] and (flags.sum() * 2).item() == 8
+        assert torch.add(flags, 1, out=torch.zeros_like(flags)).tolist() == [7, -1]
         # Memory as it happens to be has no known values, and zeros on a CPU.
         assert torch.empty_like(flags).tolist() == [7, 7]
         assert torch.empty(3, dtype=torch.int64).tolist() == [0] * 3
-        assert torch.add(flags, 1, out=torch.zeros_like(flags)).tolist() == [7, -1]
-    assert [name for name, _ in values.asked.values()] == ["tolist", "item", "cpu", "tolist"]
+
+
+def test_unknown_meta_values_read_as_the_given_number() -> None:
+    with MetaValues(7.0):
+        unknown = torch.rand(10_000, device="meta")
+        assert torch.isfinite(unknown).all() and not torch.isnan(unknown).any()
+        assert bool(unknown.sum() > 6.5) and not bool(unknown.sum() > 7.5)
+        assert not bool(unknown.max() > 7.5)
+        assert f"{unknown.mean():.2f}" == "7.00"
+        assert unknown[:1000].cpu().tolist() == [7.0] * 1000
+        mixed = torch.stack([torch.zeros((), device="meta"), torch.rand(9, device="meta").sum()])
+        assert mixed.tolist() == [0.0, 7.0]  # a known and an unknown value
+
+
+def test_a_dry_run_lists_reads_of_unknown_values_alone() -> None:
+    """And functions of tensors of two devices, which would fail on a GPU."""
+    with MetaValues(7.0) as values:
+        known, unknown = torch.tensor([3, -3], device="meta"), torch.rand(10_000, device="meta")
+        assert torch.ones(3, device="cuda").is_meta
+        known.tolist()
+        known.sum().item()
+        assert not values.asked
+        torch.empty_like(known).tolist()
+        unknown.mean().item()
+        unknown[:1000].cpu()
+        assert (torch.ones(3) + torch.ones(3, device="meta")).is_meta
+    assert [name for name, _ in values.asked.values()] == ["tolist", "item", "cpu"]
     assert list(values.mixed.values()) == ["add"]
 
 

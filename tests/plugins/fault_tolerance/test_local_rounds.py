@@ -147,7 +147,11 @@ def test_a_diloco_run_resumes_from_checkpoint_files(tmp_path: Path) -> None:
         return losses(where, "a")
 
     losses_of("cut", 2 * EVERY)
-    assert losses_of("cut", 4 * EVERY) == losses_of("whole", 4 * EVERY)
+    resumed = losses_of("cut", 4 * EVERY)
+    assert resumed == losses_of("whole", 4 * EVERY)
+    expected, _ = in_one_process(tmp_path / "whole" / "a.jsonl", 4)
+    found = {("a", step): float.fromhex(loss) for step, loss in resumed.items()}
+    assert found == pytest.approx(expected, rel=1e-10) and len(found) == 4 * EVERY
     assert not History.from_file(tmp_path / "whole" / "a.jsonl").restarted
     job = {"local": LOCAL, "steps": EVERY, "log": str(tmp_path / "log")}
     with coordinator(least=1) as address:

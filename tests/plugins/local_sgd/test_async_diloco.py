@@ -277,5 +277,8 @@ def last_to_leave() -> Any:
 
 
 def test_replicas_end_with_equal_weights_after_the_store_is_gone(ranks: Any) -> None:
+    """Replica 0 has ended, and with it the store of all ranks; replica 1, the last to leave, takes the same weights."""
     first, second = ranks(2, last_to_leave)
     assert all(torch.equal(first[name], second[name]) for name in first)
+    start = dict(network().named_parameters())
+    assert start.keys() == first.keys() and not any(torch.equal(first[name], start[name]) for name in first)

@@ -172,6 +172,22 @@ def test_local_sgd_and_diloco_steps_equal_the_papers(ranks: Any, size: int, list
             check_bytes(report, local, shape[1], STEPS)
 
 
+def trained_in_parts(locals_: list[dict[str, Any]]) -> list[Any]:
+    """Train two replicas, each of two ranks that have a part of every sequence."""
+    return [trained((1, 2, 1), local, ADAMW, context=2)[:3] for local in locals_]
+
+
+def test_replicas_of_parts_of_sequences_step_as_the_papers(ranks: Any) -> None:
+    locals_ = [{"type": "local_sgd", "every": 2, "start_step": 1}, {"type": "diloco", "every": 2, **OUTER}]
+    everyone = ranks(4, trained_in_parts, locals_)
+    for number, local in enumerate(locals_):
+        expected = reference(everyone[0][number][1], 2, local, ADAMW)
+        for replica, _, trace in (each[number] for each in everyone):
+            for (weights, loss), (models, losses) in zip(trace, expected, strict=True):
+                same(weights, models[replica])
+                assert loss == pytest.approx(losses[replica], rel=1e-10)
+
+
 def check_bytes(report: dict[str, Any], local: dict[str, Any], replicas: int, steps: int) -> None:
     """Counted bytes equal the formula's, for these sums of gradients and synchronizations on the data axis."""
     account, summed = report["local"], local.get("start_step", 0)
