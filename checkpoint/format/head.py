@@ -32,6 +32,7 @@ class _SavedLossScale(_SavedPart):
     skipped: Natural
     good: Natural
     patience: int
+    steps: Natural = 0  # not in files of older versions
 
 
 class _SavedSchedule(_SavedPart):

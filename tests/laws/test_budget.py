@@ -31,7 +31,7 @@ BUDGET = {
     "cli": 3439,
     "data": 2249,
     "tensor_parallel": 2231,
-    "checkpoint": 2198,
+    "checkpoint": 2199,
     "options": 1574,
     "inference": 1519,
     "testing": 1456,
