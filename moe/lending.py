@@ -122,6 +122,7 @@ class Loan:
         for j, (places, send, receive) in enumerate(self._rounds):
             leaving = torch.stack([weight[place] for place in places]) if places else weight[:0].contiguous()
             self._axis.all_to_all(copies[j : j + 1], leaving, receive=receive, send=send)
+            del leaving  # before the next round's copies are made
         return copies
 
     def give_back(self, gradient: Tensor, into: Tensor | None = None) -> dict[int, Tensor]:
@@ -138,13 +139,14 @@ class Loan:
         for j, (places, lent, borrowed) in enumerate(self._rounds):
             arriving = gradient.new_empty(len(places), *gradient.shape[1:])
             self._axis.all_to_all(arriving, gradient[j : j + 1].contiguous(), receive=lent, send=borrowed)
-            for place, each in zip(places, arriving, strict=True):
+            for number, place in enumerate(places):
                 if into is not None:
-                    into[place] += each
+                    into[place] += arriving[number]
                 elif place in sums:
-                    sums[place] += each
+                    sums[place] += arriving[number]
                 else:
-                    sums[place] = each.clone()
+                    sums[place] = arriving[number].clone()
+            del arriving  # before the next round's
         return sums
 
     def join(self, weight: Tensor) -> Tensor:
