@@ -96,7 +96,7 @@ class Dispatch:
         to = torch.arange(axis.size, device=device).repeat(count)
         to = to.repeat_interleave(leaving, output_size=sum(self._send))
         self._pairs = order[: sum(self._send)].index_select(0, to.argsort(stable=True))
-        ids = (torch.arange(count, device=device) - axis.rank * own).remainder(count).repeat(axis.size)
+        ids = torch.arange(count, device=device).roll(axis.rank * own).repeat(axis.size)
         self._order = ids.repeat_interleave(arriving, output_size=sum(plan.lengths)).argsort(stable=True)
 
     def scatter(self, x: Tensor) -> Tensor:
