@@ -280,11 +280,11 @@ class _GroupedMLPs(torch.autograd.Function):
                     _outer(a, b, group, into[experts])
                 elif need:
                     later.add(parameter, partial(_add_outer_of, experts, a, b, group))
-        gradients = (
+        returned = (
             _returned(each, groups, later, parameter) if need else None
             for need, each, parameter in zip(needed[1:3], (dup, ddown), ctx.parameters, strict=True)
         )
-        return dx, *gradients, *nothing[3:]
+        return dx, *returned, *nothing[3:]
 
 
 def _pieces(x: Tensor, first: Tensor, last: Tensor, groups: Groups) -> list[tuple[slice, int, slice, Groups]]:

@@ -15,6 +15,7 @@ costs. A copy lives while its layer is computed; nothing of it is kept between t
 | sent by a rank that lends c copies and borrows b experts | c M forward; (c + b) M backward |
 | copies of weights on a rank, at most | S M forward; S M backward, and S M of gradients |
 | messages of a rank, at most, beside the copies | (n - 1) M' |
+| sums of gradients that the owner holds until W, under a split backward, at most | M for each of its experts |
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ BUDGET = {
     "compat": 7047,
     "zero": 5871,
     "grid": 4830,
-    "train": 4325,
+    "train": 4330,
     "cli": 3446,
     "tensor_parallel": 2231,
     "checkpoint": 2198,
@@ -37,7 +37,7 @@ BUDGET = {
     "testing": 1456,
     "base": 1429,
     "context": 1388,
-    "moe": 955,
+    "moe": 1117,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SLACK = 40  # lines of a room that may be saved before the number must be lowered

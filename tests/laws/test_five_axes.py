@@ -42,8 +42,13 @@ FACTORS: dict[str, Sequence[Any]] = {
 }
 EXHAUSTIVE = pytest.mark.exhaustive
 AXES = ("pipe", "data", "context", "tensor")
-NEEDS = {"kind": "context", "schedule": "pipe", "sequence_parallel": "tensor", "shard_tensor": "tensor"}
-NEEDS |= {"lend": "expert"}
+NEEDS = {
+    "kind": "context",
+    "schedule": "pipe",
+    "sequence_parallel": "tensor",
+    "shard_tensor": "tensor",
+    "lend": "expert",
+}
 JOBS = [
     Job(*values) for values in product(*(FACTORS[name] for name in ("capacity", "balance", "tied", "packed", "odd")))
 ]

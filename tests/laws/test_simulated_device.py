@@ -110,9 +110,8 @@ def waits_of_a_step(stage: Literal[0, 1, 2, 3], kind: str) -> list[str]:
                 engine.train_batch(iter([(rows, rows) for rows in x]))
             return list(device.waits)
         if "experts" in kind:
-            model = PipelineModule(
-                layers(Job(), Place(lend=2 * (expert - 1))), grid=grid, loss_fn=NextTokenLoss(grid, VOCABULARY)
-            )
+            parts = layers(Job(), Place(lend=2 if kind == "lent experts" else 0))
+            model = PipelineModule(parts, grid=grid, loss_fn=NextTokenLoss(grid, VOCABULARY))
         else:
             model = tiny_gpt(grid, dtype=torch.float32, num_hidden_layers=2)
         more: dict[str, Any] = {"recompute": {"interval": 1}} if kind == "recompute" else {}
@@ -170,9 +169,8 @@ def waits_of_steps(stage: Literal[0, 1, 2, 3]) -> dict[str, list[str]]:
 def test_the_host_waits_for_the_device_once_per_step(ranks: Any, stage: int) -> None:
     for found in ranks(2, waits_of_steps, stage, init_group=False, new_processes=True, timeout=200):
         for kind, waits in found.items():
-            reasons = ALWAYS | {"experts": EXPERTS, "lent experts": EXPERTS, "module": MODULE, "pinned": MODULE}.get(
-                kind, {}
-            )
+            known = {"experts": EXPERTS, "lent experts": EXPERTS, "module": MODULE, "pinned": MODULE}
+            reasons = ALWAYS | known.get(kind, {})
             files = [wait.rpartition(" at ")[2].partition(":")[0] for wait in waits]
             assert set(files) <= reasons.keys(), (kind, waits)
             # With experts also before the backward pass, whose auxiliary losses need the weight of the batch; with

@@ -47,7 +47,7 @@ def test_ranks_compute_equally_many_tokens_at_every_skew(percent: int, before: f
 
 
 def borrowed_by(shares: Any, rank: int, own: int) -> list[int]:
-    return [e for e in np.flatnonzero(shares[rank]) if e // own != rank]
+    return [int(e) for e in np.flatnonzero(shares[rank]) if e // own != rank]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])

@@ -421,9 +421,8 @@ def test_pairs_on_five_axes_equal_one_process(ranks: Any, tmp_path: Path, kind: 
     require_axes_equal_to_one_process(ranks, place, paired_file(tmp_path, "stp", 2, 8))
     place = Place(data=2, context=2, tensor=2, expert=2, kind=kind, microbatches=4, stage=2, shard_tensor=True)
     require_axes_equal_to_one_process(ranks, place, paired_file(tmp_path, "gpipe", 1, 4))
-    place = Place(
-        context=4, expert=2, kind=kind, microbatches=4, stage=2, lend=3
-    )  # experts' groups lend unlike numbers
+    # The two groups of experts lend unlike numbers, within one context axis.
+    place = Place(context=4, expert=2, kind=kind, microbatches=4, stage=2, lend=3)
     require_axes_equal_to_one_process(ranks, place, paired_file(tmp_path, "gpipe", 1, 4))
 
 
