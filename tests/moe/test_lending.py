@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import triax
+from triax.base.deferred import Deferred
 from triax.engine.monitor.profiler.memory_meter import MemoryMeter
 from triax.grid import Grid
 from triax.grid.randomness.random import Normal, seeded
@@ -19,6 +21,7 @@ from triax.moe import MoE, SwiGLU, grouped
 from triax.moe.experts import Experts, clamped_swiglu
 from triax.moe.grouped import Groups, grouped_mlp
 from triax.moe.lending import Assignment, Loan, assign
+from triax.pipe.backward import SplitBackward, deferring
 from triax.pipe.spec import LayerSpec
 from triax.train.sections import ExpertsSection
 
@@ -261,29 +264,42 @@ def test_memory_of_lent_experts_is_within_the_bound(ranks: Any) -> None:
         assert own + 2 * copies <= found["backward"] <= own + 2 * copies + (0 if rank else messages) + rows
 
 
-def gradients_of_rank(kind: str, twice: bool, kernel: bool) -> list[list[Tensor]]:
-    """Gradients with and without lent experts: of a layer, or of its gradient's squares; by torch's grouped kernel."""
+def gradients_of_rank(kind: str, way: str) -> list[list[Tensor]]:
+    """Gradients without and with lent experts.
+
+    Args:
+        kind: kind of experts.
+        way: ``twice``: of the squares of a gradient; ``kernel``: by torch's grouped kernel; ``frozen``: of the tokens
+            and the router alone; ``split``: the gradients of weights are deferred.
+    """
     grid, found = Grid(data=2, expert=2), []
     with pytest.MonkeyPatch.context() as patch:
-        if kernel:
+        if way == "kernel":
             patch.setattr(grouped, "_has_kernel", lambda rows, *lengths: rows.shape[0] > 0)
         for lend in (0, 2):
-            layer, x = layer_and_tokens(grid, kind, lend, torch.float32 if kernel else torch.float64)
-            y = layer(x).square().sum()
-            if twice:
+            layer, x = layer_and_tokens(grid, kind, lend, torch.float32 if way == "kernel" else torch.float64)
+            layer.routed.requires_grad_(way != "frozen")
+            deferred = Deferred()
+            with SplitBackward(deferred) if way == "split" else nullcontext():
+                y = layer(x).square().sum()
+            if way == "twice":
                 parameters = [x, layer.routed.down]
                 y = sum((each.square().sum() for each in torch.autograd.grad(y, parameters, create_graph=True)), y)
-            y.backward()
-            tensors = [x, *layer.parameters()]
+            with deferring(deferred) if way == "split" else nullcontext():
+                y.backward()
+            if way == "split":
+                assert layer.routed.down.grad is None
+                deferred.run(lambda parameter: None, lambda parameter: None)
+            tensors = [x, *(each for each in layer.parameters() if each.requires_grad)]
             found.append([tensor.grad for tensor in tensors if tensor.grad is not None])
             assert len(found[-1]) == len(tensors)
     return found
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("way", ["once", "twice", "kernel"])
+@pytest.mark.parametrize("way", ["twice", "kernel", "frozen", "split"])
 def test_lent_experts_have_the_gradients_of_unlent_ones(ranks: Any, kind: str, way: str) -> None:
-    for wanted, found in ranks(2, gradients_of_rank, kind, way == "twice", way == "kernel"):
+    for wanted, found in ranks(2, gradients_of_rank, kind, way):
         for want, got in zip(wanted, found, strict=True):
             if way == "kernel":
                 torch.testing.assert_close(got, want)
