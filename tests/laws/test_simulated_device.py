@@ -157,8 +157,10 @@ COMPRESSIONS = {
     "PowerSGD": triax.gradient_compression.PowerSGD(rank=1, min_compression=1.0),
     "TopK": triax.gradient_compression.TopK(ratio=0.1),
 }
-KINDS = ("gpt", "recompute", "bf16", "fp16", "pipe", "two tensors", "experts", "lent experts", "module", "pinned")
-KINDS += (*COMPRESSIONS,)
+KINDS = (
+    *("gpt", "recompute", "bf16", "fp16", "pipe", "two tensors", "experts", "lent experts", "module", "pinned"),
+    *COMPRESSIONS,
+)
 
 
 def waits_of_steps(stage: Literal[0, 1, 2, 3]) -> dict[str, list[str]]:

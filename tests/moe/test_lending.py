@@ -23,6 +23,8 @@ from triax.moe.grouped import Groups, grouped_mlp
 from triax.moe.lending import Assignment, Loan, assign
 from triax.pipe.backward import SplitBackward, deferring
 from triax.pipe.spec import LayerSpec
+from triax.plugins.plan.layer_memory import LayerSplit
+from triax.plugins.plan.memory import ModelMemory
 from triax.train.sections import ExpertsSection
 
 from support.rank_checks import float64_by_default
@@ -166,6 +168,29 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"data": 4, "expert": 2, "stage": 1},
     ],
 }
+
+
+@float64_by_default()
+def module_run(sizes: dict[str, Any], lend: int) -> dict[str, Any]:
+    """Train a plain module for two steps in stage 3 of ZeRO, and return its weights."""
+    grid = Grid(**sizes)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(D, D), Block({"lend": lend}, grid=grid), nn.Linear(D, D))
+    options: dict[str, Any] = {"optimizer": triax.Optimizer("Adam", lr=1e-2), "zero": triax.Zero(stage=3)}
+    engine = triax.Engine(model, grid=grid, batch=triax.Batch(size=ROWS, microbatches=1), **options)
+    x = torch.randn(ROWS, T, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for _ in range(2):
+        engine.backward(engine(x.chunk(grid.data.size)[grid.data.rank]).square().mean())
+        engine.step()
+    return engine.gather()
+
+
+def test_a_plain_module_lends_experts_in_stage_3(ranks: Any) -> None:
+    wanted = module_run({}, 0)
+    for found in ranks(2, module_run, {"data": 2, "expert": 2}, 2):
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
 def run(cells: list[tuple[dict[str, Any], str]]) -> list[dict[str, Any]]:
@@ -321,3 +346,15 @@ def test_the_training_file_lends_experts() -> None:
     assert [layer.lend for layer in model.modules() if isinstance(layer, MoE)] == [2, 2]
     with pytest.raises(ValueError, match="lend"):
         ExpertsSection(lend=-1)
+
+
+def test_the_memory_of_a_run_counts_copies_of_experts() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = MixtralConfig(num_attention_heads=4, num_key_value_heads=4, num_experts=8, **sizes)
+    for tensor, expert, shard in ((1, 4, False), (2, 4, True), (2, 4, False), (1, 1, False)):
+        split = LayerSplit(64, 64, 1, tensor, expert, 1, 1, "none")
+        memories = [ModelMemory(config, lend=lend, shard_tensor=shard).layer_memory for lend in (0, 3)]
+        block = next(kind for kind, layer in enumerate(memories[0].kinds) if layer.kind == "block")
+        without, found = (memory.working(block, split) for memory in memories)
+        matrix = 2 * 32 * 16 // (tensor if shard else 1)  # bytes of ``down`` in bf16; ``gate_up`` has two of it
+        assert found - without == (2 * 3 * 3 * matrix + (expert - 1) * 2 * matrix if expert > 1 else 0)
