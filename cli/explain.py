@@ -110,6 +110,7 @@ def memory_of_job(job: Job) -> ModelMemory:
         options=options,
         partition=cut,
         shard_tensor=bool(job.file.model.experts.shard_tensor),
+        lend=job.file.model.experts.lend or 0,
     )
 
 

@@ -80,7 +80,7 @@ def decoder_layers(
         attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``. It has no
             effect on a grid with context=1.
         moe: options of ``triax.moe.MoE`` for every block with experts: ``balance``, ``bias_rate``, ``z_loss``,
-            ``capacity``, ``shard_tensor``. The coefficient of the load-balancing loss is the configuration's.
+            ``capacity``, ``shard_tensor``, ``lend``. The coefficient of the load-balancing loss is the configuration's.
 
     Returns:
         The specs. With ``tie_word_embeddings`` the first and the last spec are tied with the key ``"embed"``.

@@ -22,7 +22,7 @@ from .layers import ACTIVATIONS
 
 _ZERO = Constant(0.0)
 # Options of ``MoE`` that are no part of a configuration, because they belong to the training.
-MOE_OPTIONS = ("balance", "bias_rate", "z_loss", "capacity", "shard_tensor")
+MOE_OPTIONS = ("balance", "bias_rate", "z_loss", "capacity", "shard_tensor", "lend")
 
 
 class MLP(nn.Module):

@@ -4,6 +4,7 @@ layer.py: ``MoE``, the layer.
 router.py: the choice of the experts of each token, and their weights.
 capacity.py: limit of an expert's tokens per sequence.
 dispatch.py: tokens to the ranks of their experts and back, by all-to-all.
+lending.py: experts that idle ranks borrow from busy ones.
 grouped.py: grouped product, the rows of each expert times its matrix.
 experts.py: the experts' weights and MLPs, and the shared experts.
 module_experts.py: ``ModuleMoE``, a mixture of copies of any module, which returns its load-balancing loss.

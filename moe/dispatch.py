@@ -7,6 +7,9 @@ tokens (N, D), experts (N, k)
     experts
     the same way back, then a weighted sum over k   in the original order of k
 
+If experts are lent (``lending.py``), each rank gathers the counts of all, and the rows of an expert go to one rank or
+several: pairs are sorted by the rank that computes them, too, and rows by this rank's experts and the borrowed ones.
+
 Gradients go the same ways. No sum depends on the order in which messages arrive.
 """
 
@@ -15,12 +18,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..grid.comm.axis import Axis
 from ..grid.ranges import split
 from .grouped import Groups
+from .lending import Assignment, Loan
 
 
 class Dispatch:
@@ -31,12 +36,13 @@ class Dispatch:
         count: E, the number of experts.
         axis: the expert axis, whose rank r holds experts r E / size to (r + 1) E / size - 1.
         complete: True if every entry of ``experts`` is an expert. (A GPU then need not be waited for.)
+        lend: largest number of experts that a rank borrows.
 
     Attributes:
-        groups: numbers of rows of each of this rank's experts.
+        groups: numbers of rows of each of this rank's experts, and of the borrowed ones.
     """
 
-    def __init__(self, experts: Tensor, count: int, axis: Axis, complete: bool = False) -> None:
+    def __init__(self, experts: Tensor, count: int, axis: Axis, complete: bool = False, lend: int = 0) -> None:
         self._axis, (self._tokens, self._k) = axis, experts.shape
         flat = experts.flatten()
         counts = torch.zeros(count + 1, dtype=torch.int64, device=flat.device)
@@ -45,6 +51,9 @@ class Dispatch:
             spans = [split(flat.numel(), count, expert) for expert in range(count)]
             counts = torch.tensor([stop - start for start, stop in spans], device=flat.device)
         order = flat.argsort(stable=True)  # entries without an expert come last
+        if lend and axis.size > 1:
+            self._lend(order, counts, lend)
+            return
         self._pairs = order if complete else order[: int(counts.sum())]
         self._receive, self._send, self._order = [0], [0], None
         if axis.size == 1:
@@ -60,6 +69,35 @@ class Dispatch:
         # The expert of each received row, which come rank by rank and expert by expert.
         ids = torch.arange(sent.shape[1], device=flat.device).repeat(axis.size)
         self._order = ids.repeat_interleave(received.flatten(), output_size=sum(lengths)).argsort(stable=True)
+
+    def _lend(self, order: Tensor, counts: Tensor, slots: int) -> None:
+        """Lend experts: the rows of an expert go to several ranks.
+
+        Args:
+            order: (pairs,), the pairs sorted by expert, with those that have no expert last.
+            counts: (E,), this rank's tokens of each expert.
+            slots: largest number of experts that a rank borrows.
+        """
+        axis, (count,), device = self._axis, counts.shape, counts.device
+        table = counts.new_empty(axis.size * count)
+        axis.all_gather(table, counts.contiguous())
+        if table.is_meta:  # a dry run: all ranks give each expert as many tokens, and nothing is lent
+            table = counts.repeat(axis.size)
+        host = table.cpu().numpy().reshape(axis.size, count)  # on a GPU it waits for the device, once
+        plan = Assignment(host, axis.rank, 0 if table.is_meta else slots)
+        self._send, self._receive = plan.leaving.sum(1).tolist(), plan.arriving.sum(1).tolist()
+        numbers = [plan.leaving.T.ravel(), plan.arriving.ravel(), np.array(plan.lengths)]
+        sizes = [len(each) for each in numbers]
+        packed = torch.from_numpy(np.concatenate(numbers)).to(device, non_blocking=True)
+        leaving, arriving, lengths = packed.split(sizes)
+        own = count // axis.size
+        self.groups = Groups(lengths, plan.lengths, Loan(axis, plan.borrowed, own, slots))
+        # The rank that computes each pair, and the expert of each received row: its number from this rank's first on.
+        to = torch.arange(axis.size, device=device).repeat(count)
+        to = to.repeat_interleave(leaving, output_size=sum(self._send))
+        self._pairs = order[: sum(self._send)].index_select(0, to.argsort(stable=True))
+        ids = torch.arange(count, device=device).roll(axis.rank * own).repeat(axis.size)
+        self._order = ids.repeat_interleave(arriving, output_size=sum(plan.lengths)).argsort(stable=True)
 
     def scatter(self, x: Tensor) -> Tensor:
         """Return the rows of this rank's experts, sorted by expert: (rows, D) from this rank's tokens (N, D)."""

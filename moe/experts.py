@@ -141,7 +141,7 @@ class Experts(nn.Module):
         self._adds = not shard_tensor or grid.tensor.is_first  # the last bias, to a sum over the tensor axis
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
-        """Compute the outputs of this rank's experts: (N, D) from (N, D), rows sorted by expert."""
+        """Compute the outputs of the experts here: (N, D) from (N, D), rows sorted by expert, borrowed ones last."""
         first = _first(self.activation)
         weight: Tensor = getattr(self, first)
         if self.down_bias is None:
@@ -189,6 +189,7 @@ def _first(activation: Activation) -> str:
 
 def _of_rows(bias: Tensor, groups: Groups, x: Tensor) -> Tensor:
     """Return for each row of x, (N, ...), the bias of its expert: (N, M) from (E, M)."""
+    bias = bias if groups.loan is None else groups.loan.join(bias)
     return torch.repeat_interleave(bias, groups.counts, dim=0, output_size=x.shape[0]).to(x.dtype)
 
 

@@ -3,6 +3,10 @@
 Rows lie one expert after the other. Each function is one node of the autograd graph, so an expert without a row takes
 part like the others, and its gradient is zero. The split backward of zero-bubble schedules intercepts them, as it
 intercepts ``F.linear``.
+
+Experts that this rank borrows (``lending.py``) come behind its own. Their weights are copied in the forward pass and
+again in the backward pass. Their gradients are computed and sent with those of the rows, also under a split backward,
+since ranks may run what is deferred in different orders: the owner defers the addition to its own gradients alone.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..base.autograd import cast, product_dtype
 from ..base.deferred import Deferred
+from .lending import Loan
 
 _ALIGNED = 16  # bytes: torch's grouped kernels need row lengths that are multiples of it
 
@@ -28,10 +33,11 @@ class Groups:
     Args:
         counts: (E,) int64, on the device of the rows.
         lengths: the same numbers, if they are known on the host already.
+        loan: exchange of the weights of borrowed experts, which are the last ones here. None: experts are not lent.
     """
 
-    def __init__(self, counts: Tensor, lengths: list[int] | None = None) -> None:
-        self.counts = counts
+    def __init__(self, counts: Tensor, lengths: list[int] | None = None, loan: Loan | None = None) -> None:
+        self.counts, self.loan = counts, loan
         self._lengths = lengths
 
     @property
@@ -46,19 +52,34 @@ class Groups:
         """End of each expert's rows, (E,) int32 on the device, as torch's grouped product takes it."""
         return self.counts.cumsum(0).to(torch.int32)
 
-    def pieces(self, whole: bool) -> list[tuple[slice, slice, Groups]]:
-        """Return ranges of rows, with their experts, that are computed one after the other: one for each expert.
+    def parts(self) -> list[tuple[slice, Groups]]:
+        """Return the rows of this rank's own experts and, if experts are lent, those of the borrowed ones."""
+        if self.loan is None:
+            return [(slice(None), self)]
+        own, lengths = self.loan.own, self.lengths
+        end = sum(lengths[:own])
+        mine, borrowed = Groups(self.counts[:own], lengths[:own]), Groups(self.counts[own:], lengths[own:])
+        return [(slice(end), mine), (slice(end, None), borrowed)]
+
+    def weights(self, weight: Tensor) -> list[Tensor]:
+        """Return the weights of each part: (E, ...) each. If experts are lent, collective over the expert axis."""
+        return [weight] if self.loan is None else [weight, self.loan.borrow(weight)]
+
+    def pieces(self, whole: bool) -> list[tuple[slice, int, slice, Groups]]:
+        """Return ranges of rows that are computed one after the other, with their part and the experts in it.
 
         Args:
-            whole: return one range, with all rows and experts.
+            whole: return one range for each part, not one for each expert.
         """
         if whole:
-            return [(slice(None), slice(None), self)]
-        ends = list(accumulate(self.lengths))
-        return [
-            (slice(end - n, end), slice(e, e + 1), Groups(self.counts[e : e + 1], [n]))
-            for e, (n, end) in enumerate(zip(self.lengths, ends, strict=True))
-        ]
+            return [(rows, part, slice(None), groups) for part, (rows, groups) in enumerate(self.parts())]
+        own = len(self.lengths) if self.loan is None else self.loan.own
+        ends, found = list(accumulate(self.lengths)), []
+        for e, (n, end) in enumerate(zip(self.lengths, ends, strict=True)):
+            part, place = (0, e) if e < own else (1, e - own)
+            groups = Groups(self.counts[e : e + 1], [n])
+            found.append((slice(end - n, end), part, slice(place, place + 1), groups))
+        return found
 
 
 class Kind(Protocol):
@@ -126,7 +147,7 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         # Where to put the gradient: not the saved weight, for a hook on saved tensors hands back a copy of that.
         ctx.groups, ctx.later, ctx.dtype, ctx.parameter = groups, later, dtype, weight if later else None
-        return _rows_times(x, cast(weight, dtype), groups)
+        return _parts_times(x, groups.weights(cast(weight, dtype)), groups)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:
@@ -135,16 +156,21 @@ class _GroupedProduct(torch.autograd.Function):
         (x, weight), groups, later = ctx.saved_tensors, ctx.groups, ctx.later
         cast_weight = cast(weight, ctx.dtype)
         if torch.is_grad_enabled():  # to be differentiated again
-            dx = _GroupedProduct.apply(dy, cast_weight.mT, groups, None, None) if ctx.needs_input_grad[0] else None
-            return dx, _GroupedOuter.apply(dy, x, groups) if ctx.needs_input_grad[1] else None, None, None, None
-        dx = _rows_times(dy, cast_weight.mT, groups) if ctx.needs_input_grad[0] else None
+            every, all_groups = _joined(cast_weight, groups)
+            dx = _GroupedProduct.apply(dy, every.mT, all_groups, None, None) if ctx.needs_input_grad[0] else None
+            dw = _GroupedOuter.apply(dy, x, all_groups) if ctx.needs_input_grad[1] else None
+            return dx, dw if dw is None or groups.loan is None else groups.loan.separate(dw), None, None, None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = _parts_times(dy, [w.mT for w in groups.weights(cast_weight)], groups)
         if not ctx.needs_input_grad[1]:
             return dx, None, None, None, None
-        if later is not None and later.active:
-            x = x.detach()
-            later.add(ctx.parameter, lambda into: _add_outer(into, dy, x, groups))
-            return dx, None, None, None, None
-        return dx, _outer(dy, x, groups), None, None, None
+        x, active, gradients = x.detach(), later is not None and later.active, list[Tensor | None]()
+        for part, (rows, group) in enumerate(groups.parts()):
+            if active and part == 0:
+                later.add(ctx.parameter, partial(_add_outer, a=dy[rows], b=x[rows], groups=group))
+            gradients.append(None if active and part == 0 else _outer(dy[rows], x[rows], group))
+        return dx, _returned(gradients, groups, later, ctx.parameter), None, None, None
 
 
 class _GroupedMLP:
@@ -212,11 +238,11 @@ class _GroupedMLPs(torch.autograd.Function):
         dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        up, down = cast(first, dtype), cast(last, dtype)
+        up, down = groups.weights(cast(first, dtype)), groups.weights(cast(last, dtype))
         out, held = x.new_empty(x.shape[0], last.shape[1]), []
-        for rows, experts, group in _pieces(x, first, last, groups):
-            held.append(_rows_times(x[rows], up[experts], group))
-            _rows_times(kind(held[-1]), down[experts], group, out[rows])
+        for rows, part, experts, group in _pieces(x, first, last, groups):
+            held.append(_rows_times(x[rows], up[part][experts], group))
+            _rows_times(kind(held[-1]), down[part][experts], group, out[rows])
         ctx.save_for_backward(x, first, last, *held)
         ctx.groups, ctx.kind, ctx.later, ctx.dtype = groups, kind, later, dtype
         ctx.parameters = (first, last) if later else (None, None)  # as in ``_GroupedProduct``
@@ -235,34 +261,64 @@ class _GroupedMLPs(torch.autograd.Function):
             inputs = [p for p, needed in zip((x, first, last), ctx.needs_input_grad) if needed]
             gradients = iter(torch.autograd.grad(y, inputs, dout, create_graph=True))
             return *(next(gradients) if needed else None for needed in ctx.needs_input_grad[:3]), *nothing[3:]
-        up, down = cast(first, ctx.dtype), cast(last, ctx.dtype)
-        active = later is not None and later.active
-        dx, dup, ddown = (
-            torch.empty_like(p) if needed and (p is x or not active) else None
-            for p, needed in zip((x, up, down), ctx.needs_input_grad)
+        up, down = groups.weights(cast(first, ctx.dtype)), groups.weights(cast(last, ctx.dtype))
+        active, needed = later is not None and later.active, ctx.needs_input_grad
+        dx = torch.empty_like(x) if needed[0] else None
+        # Of each part; None where it is not needed, or deferred.
+        dup, ddown = (
+            [torch.empty_like(w) if need and (part or not active) else None for part, w in enumerate(weights)]
+            for need, weights in zip(needed[1:3], (up, down), strict=True)
         )
-        for (rows, experts, group), y in zip(_pieces(x, first, last, groups), held, strict=True):
-            dh = _rows_times(dout[rows], down[experts].mT, group)
+        for (rows, part, experts, group), y in zip(_pieces(x, first, last, groups), held, strict=True):
+            dh = _rows_times(dout[rows], down[part][experts].mT, group)
             h, dy = kind.backward(dh, y)
             if dx is not None:
-                _rows_times(dy, up[experts].mT, group, dx[rows])
-            pairs = (dup, ctx.parameters[0], dy, x[rows].detach()), (ddown, ctx.parameters[1], dout[rows], h)
-            for needed, (into, parameter, a, b) in zip(ctx.needs_input_grad[1:3], pairs, strict=True):
-                if needed and active:
-                    later.add(parameter, partial(_add_outer_of, experts, a, b, group))
-                elif into is not None:
+                _rows_times(dy, up[part][experts].mT, group, dx[rows])
+            pairs = (dup[part], dy, x[rows].detach()), (ddown[part], dout[rows], h)
+            for need, parameter, (into, a, b) in zip(needed[1:3], ctx.parameters, pairs, strict=True):
+                if into is not None:
                     _outer(a, b, group, into[experts])
-        return dx, dup, ddown, *nothing[3:]
+                elif need:
+                    later.add(parameter, partial(_add_outer_of, experts, a, b, group))
+        returned = (
+            _returned(each, groups, later, parameter) if need else None
+            for need, each, parameter in zip(needed[1:3], (dup, ddown), ctx.parameters, strict=True)
+        )
+        return dx, *returned, *nothing[3:]
 
 
-def _pieces(x: Tensor, first: Tensor, last: Tensor, groups: Groups) -> list[tuple[slice, slice, Groups]]:
-    """Return the pieces in which an MLP is computed: one where torch has a grouped kernel, else one for each expert."""
+def _pieces(x: Tensor, first: Tensor, last: Tensor, groups: Groups) -> list[tuple[slice, int, slice, Groups]]:
+    """Return the pieces in which an MLP is computed: whole parts if torch has a grouped kernel, else single experts."""
     return groups.pieces(_has_kernel(x, *first.shape[1:], *last.shape[1:]))
 
 
 def _add_outer_of(experts: slice, a: Tensor, b: Tensor, groups: Groups, into: Tensor) -> None:
     """Compute ``into_e += a_e^T b_e`` for some of the experts of ``into``."""
     _add_outer(into[experts], a, b, groups)
+
+
+def _joined(weight: Tensor, groups: Groups) -> tuple[Tensor, Groups]:
+    """Return the weights of all experts here, the borrowed ones too, as one differentiable tensor, and their groups."""
+    loan = groups.loan
+    return (weight, groups) if loan is None else (loan.join(weight), Groups(groups.counts, groups.lengths))
+
+
+def _returned(
+    gradients: list[Tensor | None], groups: Groups, later: Deferred | None, parameter: Tensor
+) -> Tensor | None:
+    """Return the gradient of this rank's weights, with what borrowers computed; None if it is deferred."""
+    own = gradients[0]
+    if groups.loan is None or (borrowed := gradients[1]) is None:
+        return own
+    sums = groups.loan.give_back(borrowed, own)
+    if own is None and later is not None:
+        later.add(parameter, partial(_add_rows, sums))
+    return own
+
+
+def _add_rows(rows: dict[int, Tensor], into: Tensor) -> None:
+    for place, row in rows.items():
+        into[place] += row
 
 
 class _GroupedOuter(torch.autograd.Function):
@@ -280,6 +336,14 @@ class _GroupedOuter(torch.autograd.Function):
         da = _GroupedProduct.apply(b, gradient, ctx.groups, None, None) if ctx.needs_input_grad[0] else None
         db = _GroupedProduct.apply(a, gradient.mT, ctx.groups, None, None) if ctx.needs_input_grad[1] else None
         return da, db, None
+
+
+def _parts_times(x: Tensor, weights: list[Tensor], groups: Groups) -> Tensor:
+    """Return x_e weight_e^T, where ``weights`` are those of each part of the groups: (N, M) from (N, K)."""
+    if len(weights) == 1:
+        return _rows_times(x, weights[0], groups)
+    parts = zip(groups.parts(), weights, strict=True)
+    return torch.cat([_rows_times(x[rows], weight, group) for (rows, group), weight in parts])
 
 
 def _rows_times(x: Tensor, weight: Tensor, groups: Groups, out: Tensor | None = None) -> Tensor:

@@ -63,6 +63,8 @@ class MoE(AuxiliaryLayer):
         sequence_parallel: the input is this tensor-parallel rank's contiguous part of the rank's tokens.
         shard_tensor: shard the hidden dim of experts and shared experts over the tensor axis. Otherwise each
             tensor-parallel rank holds whole experts, and computes all tokens that it is given.
+        lend: largest number of experts that a rank borrows from others of the expert axis, so that all compute equally
+            many tokens, see ``lending.py``; 0: experts are not lent.
         init: distribution of all weights; by default ``nn.Linear``'s.
         device, dtype: of the weights.
 
@@ -105,6 +107,7 @@ class MoE(AuxiliaryLayer):
         z_loss: float = 0.0,
         sequence_parallel: bool = False,
         shard_tensor: bool = False,
+        lend: int = 0,
         init: Distribution | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -119,6 +122,8 @@ class MoE(AuxiliaryLayer):
             )
         if capacity is not None and capacity <= 0:
             raise ValueError(f"capacity={capacity} leaves no token to any expert: give a positive factor, or None")
+        if lend < 0:
+            raise ValueError(f"lend={lend} is no number of experts: give 0, or how many a rank may borrow")
         width = width or (hidden * 8 // 3 if kind.gated else 4 * hidden)
         self.shard_tensor = shard_tensor and grid.tensor.size > 1
         self.sequence_parallel = sequence_parallel and grid.tensor.size > 1
@@ -128,7 +133,7 @@ class MoE(AuxiliaryLayer):
                     f"{what}={length} cannot be sharded over tensor={grid.tensor.size}: give a multiple of it, or "
                     "leave out shard_tensor"
                 )
-        self.grid, self.capacity, self.weigh_inputs = grid, capacity, weigh_inputs
+        self.grid, self.capacity, self.weigh_inputs, self.lend = grid, capacity, weigh_inputs, lend
         self.balance_coefficient, self.bias_rate, self.z_coefficient = balance_coefficient, bias_rate, z_loss
         partial = self.sequence_parallel
         weights: dict[str, Any] = {"init": init, "device": device, "dtype": dtype}
@@ -255,7 +260,7 @@ class MoE(AuxiliaryLayer):
         if self.weigh_inputs:  # a token is as many as its experts, each with a factor of its own
             tokens = (tokens[:, None] * factors[..., None].to(x.dtype)).flatten(0, 1)
             given, factors = given.reshape(-1, 1), torch.ones_like(factors).reshape(-1, 1)
-        dispatch = Dispatch(given, self.experts, self.grid.expert, complete)
+        dispatch = Dispatch(given, self.experts, self.grid.expert, complete, self.lend)
         y = dispatch.gather(self.routed(dispatch.scatter(tokens), dispatch.groups), factors)
         y = (y.unflatten(0, (-1, k)).sum(1) if self.weigh_inputs else y).view_as(x)
         if self.shared is not None:

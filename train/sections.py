@@ -128,6 +128,11 @@ class ExpertsSection(Keys):
         above=0.0,
     )
     shard_tensor: bool | None = option(None, "Shard each expert over tensor ranks too; null: the model's own.")
+    lend: int | None = option(
+        None,
+        "Largest number of experts that a rank borrows from busier ranks of the expert axis; null: none.",
+        least=0,
+    )
 
     @property
     def arguments(self) -> dict[str, Any]:

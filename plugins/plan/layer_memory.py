@@ -28,6 +28,7 @@ activation, a the heads, t the size of the tensor axis (1 for hidden states with
 | head | gradient of the logits | z b s x vocabulary / t |
 | block | gradients in the MLP; in tiles also what a tile keeps | z b s x (product + activation) |
 | block | recomputed activations | those of the block, or its scores |
+| block | copies of S borrowed experts, their gradients, messages to n ranks | 2 S M + (n - 1) M', of moe/lending.py |
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class LayerMemory:
         kinds: the different layers of the model.
         options: training options.
         vocabulary: number of tokens of the vocabulary.
-        shard_tensor, fused_attention, fused_kernels: as for ``ModelMemory``.
+        shard_tensor, lend, fused_attention, fused_kernels: as for ``ModelMemory``.
         on_cpu: torch has no fused RMSNorm, which then keeps more.
     """
 
@@ -112,6 +113,7 @@ class LayerMemory:
     options: StateOptions
     vocabulary: int
     shard_tensor: bool
+    lend: int
     fused_attention: bool
     fused_kernels: bool
     on_cpu: bool
@@ -285,6 +287,12 @@ class LayerMemory:
             yield HeldTensors("recomputed activations", _total(self.terms(layer, split._replace(recompute="none"))))
         elif split.recompute == "selective" and not self.fused_attention:
             yield HeldTensors("recomputed scores", self._scores(layer, split, sizes.heads))
+        experts = [weight for weight in layer.weights if weight.expert_dim is not None]
+        if self.lend and experts and split.expert > 1:
+            rank = split.tensor - 1, split.tensor
+            matrices = [math.prod(weight.local_shape(*rank, (0, weight.shape[0]))) for weight in experts]  # of one
+            numbers = 2 * self.lend * sum(matrices) + (split.expert - 1) * max(matrices)
+            yield HeldTensors("copies of borrowed experts", self._size * numbers)
 
 
 def _total(terms: Iterator[HeldTensors]) -> float:

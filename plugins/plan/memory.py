@@ -90,6 +90,7 @@ class ModelMemory:
         partition: how the list of layers is cut into stages, as for ``PipelineModule``.
         speeds: speed of each rank of the pipe axis, by which ``parameters`` then cuts; (): all have the same.
         shard_tensor: the tensor axis shards experts.
+        lend: largest number of experts that a rank borrows.
         fused_attention: attention does not keep its s x s probabilities. False: it does, as in Korthikanti et al.
         fused_kernels: as for ``Machine``: an MLP's gate and rotary positions keep their inputs alone.
         device: ``cuda`` or ``cpu``. On a CPU torch has no fused RMSNorm, which then keeps more.
@@ -111,6 +112,7 @@ class ModelMemory:
         partition: str | Sequence[int] = "parameters",
         speeds: Sequence[float] = (),
         shard_tensor: bool = False,
+        lend: int = 0,
         fused_attention: bool = True,
         fused_kernels: bool = False,
         device: str = "cuda",
@@ -127,6 +129,7 @@ class ModelMemory:
             options=self.options,
             vocabulary=config.vocab_size,
             shard_tensor=shard_tensor,
+            lend=lend,
             fused_attention=fused_attention,
             fused_kernels=fused_kernels,
             on_cpu=device == "cpu",

@@ -20,15 +20,15 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.import_reader import library  # found by the line above
 
 BUDGET = {
-    "plugins": 9679,
-    "engine": 8525,
+    "plugins": 9688,
+    "engine": 8528,
+    "models": 7615,
     "pipe": 7612,
-    "models": 7611,
     "compat": 7047,
     "zero": 5871,
     "grid": 4830,
-    "train": 4325,
-    "cli": 3439,
+    "train": 4330,
+    "cli": 3440,
     "data": 2249,
     "tensor_parallel": 2231,
     "checkpoint": 2199,
@@ -37,7 +37,7 @@ BUDGET = {
     "testing": 1456,
     "context": 1452,
     "base": 1429,
-    "moe": 955,
+    "moe": 1117,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SLACK = 40  # lines of a room that may be saved before the number must be lowered

@@ -30,6 +30,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "schedule": (None, "1f1b", "interleaved", "zb-v"),
     "sequence_parallel": (None, False, True),
     "shard_tensor": (None, False, True),
+    "lend": (None, 0, 2),
     "stage": (0, 1, 2, 3),
     "shard_size": (None, 1, 2, 4),
     "capacity": (False, True),
@@ -41,7 +42,13 @@ FACTORS: dict[str, Sequence[Any]] = {
 }
 EXHAUSTIVE = pytest.mark.exhaustive
 AXES = ("pipe", "data", "context", "tensor")
-NEEDS = {"kind": "context", "schedule": "pipe", "sequence_parallel": "tensor", "shard_tensor": "tensor"}
+NEEDS = {
+    "kind": "context",
+    "schedule": "pipe",
+    "sequence_parallel": "tensor",
+    "shard_tensor": "tensor",
+    "lend": "expert",
+}
 JOBS = [
     Job(*values) for values in product(*(FACTORS[name] for name in ("capacity", "balance", "tied", "packed", "odd")))
 ]
@@ -135,6 +142,8 @@ SAMPLE = [
     (Job(True, "batch", True, True, True), Place(2, 1, 2, 1, 2, "ulysses", 1, "zb-v", microbatches=2)),
     (Job(True, "batch", True, True, True), Place(1, 1, 2, 2, 2, "gather", 2, "1f1b", True, True, 2)),
     (Job(), Place(2, 2, 1, 1, 2, "ring", 0, "interleaved", microbatches=2)),
+    (Job(True, "batch", True, True, True), Place(1, 1, 2, 2, 2, "ring", 3, "1f1b", True, microbatches=2, lend=2)),
+    (Job(), Place(2, 2, 1, 1, 2, "ring", 3, "zb-v", microbatches=2, lend=1)),
 ]
 
 

@@ -49,6 +49,7 @@ CELLS = [
     (Job(True, "batch", True, True, True), Place(2, 1, 2, 1, 2, "ulysses", 1, "zb-v", microbatches=2)),
     (Job(True, "batch", True, True, True), Place(1, 1, 2, 2, 2, "gather", 2, "1f1b", True, True, 2)),
     (Job(), Place(2, 2, 1, 1, 2, "ring", 3, "interleaved", microbatches=2)),
+    (Job(), Place(1, 2, 1, 1, 2, stage=3, microbatches=2, lend=2)),
 ]
 # What the cells above have beside other things: stage 2 and shards of a sequence on four ranks.
 MORE_CELLS = [
@@ -88,7 +89,8 @@ def waits_of_a_step(stage: Literal[0, 1, 2, 3], kind: str) -> list[str]:
     from support.simulated_device import simulated
 
     with simulated() as device:
-        grid = triax.Grid(pipe=2 if kind in ("pipe", "two tensors") else 1, timeout=60)
+        expert = 2 if kind == "lent experts" else 1
+        grid = triax.Grid(pipe=2 if kind in ("pipe", "two tensors") else 1, expert=expert, timeout=60)
         options: dict[str, Any] = {
             "zero": triax.Zero(stage=stage),
             "batch": triax.Batch(size=8, microbatch=2),
@@ -107,15 +109,16 @@ def waits_of_a_step(stage: Literal[0, 1, 2, 3], kind: str) -> list[str]:
                 device.waits.clear()
                 engine.train_batch(iter([(rows, rows) for rows in x]))
             return list(device.waits)
-        if kind == "experts":
-            model = PipelineModule(layers(Job(), Place()), grid=grid, loss_fn=NextTokenLoss(grid, VOCABULARY))
+        if "experts" in kind:
+            parts = layers(Job(), Place(lend=2 if kind == "lent experts" else 0))
+            model = PipelineModule(parts, grid=grid, loss_fn=NextTokenLoss(grid, VOCABULARY))
         else:
             model = tiny_gpt(grid, dtype=torch.float32, num_hidden_layers=2)
         more: dict[str, Any] = {"recompute": {"interval": 1}} if kind == "recompute" else {}
         more |= {"precision": kind} if kind in ("bf16", "fp16") else {}
         engine = triax.Engine(model, schedule="zb-h1" if kind == "pipe" else "1f1b", **options, **more)
         assert isinstance(engine, triax.PipelineEngine)
-        batches = text_batches(VOCABULARY if kind == "experts" else 37, 8, 8, 4)
+        batches = text_batches(VOCABULARY if "experts" in kind else 37, 8, 8, 4)
         data = microbatches(grid, [tuple(part.to(grid.device) for part in batch) for batch in batches], 2)
         for _ in range(4):
             device.waits.clear()
@@ -154,7 +157,10 @@ COMPRESSIONS = {
     "PowerSGD": triax.gradient_compression.PowerSGD(rank=1, min_compression=1.0),
     "TopK": triax.gradient_compression.TopK(ratio=0.1),
 }
-KINDS = ("gpt", "recompute", "bf16", "fp16", "pipe", "two tensors", "experts", "module", "pinned", *COMPRESSIONS)
+KINDS = (
+    *("gpt", "recompute", "bf16", "fp16", "pipe", "two tensors", "experts", "lent experts", "module", "pinned"),
+    *COMPRESSIONS,
+)
 
 
 def waits_of_steps(stage: Literal[0, 1, 2, 3]) -> dict[str, list[str]]:
@@ -165,13 +171,16 @@ def waits_of_steps(stage: Literal[0, 1, 2, 3]) -> dict[str, list[str]]:
 def test_the_host_waits_for_the_device_once_per_step(ranks: Any, stage: int) -> None:
     for found in ranks(2, waits_of_steps, stage, init_group=False, new_processes=True, timeout=200):
         for kind, waits in found.items():
-            reasons = ALWAYS | {"experts": EXPERTS, "module": MODULE, "pinned": MODULE}.get(kind, {})
+            known = {"experts": EXPERTS, "lent experts": EXPERTS, "module": MODULE, "pinned": MODULE}
+            reasons = ALWAYS | known.get(kind, {})
             files = [wait.rpartition(" at ")[2].partition(":")[0] for wait in waits]
             assert set(files) <= reasons.keys(), (kind, waits)
             # With experts also before the backward pass, whose auxiliary losses need the weight of the batch; with
             # compression also before the exchange, which must not take an overflow into its residuals.
-            twice = kind == "experts" or kind in COMPRESSIONS
+            twice = "experts" in kind or kind in COMPRESSIONS
             assert files.count("grid/agreement/agreement.py") == 1 + twice, (kind, waits)
+            if kind == "lent experts":  # two layers, two microbatches: the numbers of tokens, once
+                assert files.count("moe/dispatch.py") == 4, waits
 
 
 # -------------------------------------------------------------------------- the options of docs/option-pairs.md

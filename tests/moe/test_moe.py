@@ -39,12 +39,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 PADDED = ("capacity", "shared", "batch")  # with padding
 PLAIN = {"data": 1, "context": 1, "tensor": 1, "expert": 1}
 # Sizes of the axes that are not 1, and the options of the layer that go with them. The first few run by default.
-FEW = {1: 1, 2: 5, 4: 5}
+FEW = {1: 1, 2: 6, 4: 6}
 GRIDS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
     2: [
         {"data": 2, "expert": 2},
         {"context": 2, "expert": 2},
+        {"data": 2, "expert": 2, "lend": 1},
         {"context": 2},
         {"tensor": 2, "sequence_parallel": True},
         {"tensor": 2, "shard_tensor": True},
@@ -55,6 +56,7 @@ GRIDS: dict[int, list[dict[str, Any]]] = {
     4: [
         {"context": 4, "expert": 4},
         {"data": 2, "context": 2, "expert": 2},
+        {"context": 4, "expert": 4, "lend": 2},
         {"data": 2, "expert": 2, "tensor": 2, "sequence_parallel": True},
         {"context": 2, "expert": 2, "tensor": 2, "sequence_parallel": True, "shard_tensor": True},
         {"data": 2, "expert": 2, "tensor": 2, "shard_tensor": True},
@@ -63,6 +65,8 @@ GRIDS: dict[int, list[dict[str, Any]]] = {
         {"data": 2, "context": 2, "expert": 4},
         {"context": 2, "expert": 2, "tensor": 2, "sequence_parallel": True},
         {"context": 2, "tensor": 2, "sequence_parallel": True},
+        {"context": 2, "expert": 2, "tensor": 2, "sequence_parallel": True, "lend": 2},
+        {"data": 2, "expert": 2, "tensor": 2, "shard_tensor": True, "lend": 2},
     ],
 }
 BIAS = torch.tensor([0.1, -0.2, 0.05, 0.0])

@@ -416,7 +416,7 @@ def paired_file(folder: Path, name: str, pipe: int, microbatches: int) -> str:
 
 
 def test_pairs_with_experts_equal_one_process(ranks: Any, tmp_path: Path) -> None:
-    place = Place(pipe=2, data=2, expert=2, schedule="zb-v", microbatches=8, stage=2)
+    place = Place(pipe=2, data=2, expert=2, schedule="zb-v", microbatches=8, stage=2, lend=2)
     require_axes_equal_to_one_process(ranks, place, paired_file(tmp_path, "stp", 2, 8))
 
 
@@ -426,6 +426,9 @@ def test_pairs_on_five_axes_equal_one_process(ranks: Any, tmp_path: Path, kind: 
     place = Place(pipe=2, context=2, tensor=2, kind=kind, schedule="zb-v", microbatches=8, stage=1)
     require_axes_equal_to_one_process(ranks, place, paired_file(tmp_path, "stp", 2, 8))
     place = Place(data=2, context=2, tensor=2, expert=2, kind=kind, microbatches=4, stage=2, shard_tensor=True)
+    require_axes_equal_to_one_process(ranks, place, paired_file(tmp_path, "gpipe", 1, 4))
+    # The two groups of experts lend unlike numbers, within one context axis.
+    place = Place(context=4, expert=2, kind=kind, microbatches=4, stage=2, lend=3)
     require_axes_equal_to_one_process(ranks, place, paired_file(tmp_path, "gpipe", 1, 4))
 
 

@@ -83,6 +83,7 @@ class Place:
     shard_tensor: bool = False
     microbatches: int = 1  # of each replica
     shard_size: int | None = None  # replicas that shard among themselves
+    lend: int = 0
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -126,6 +127,7 @@ class Mix(nn.Module):
             balance_coefficient=COEFFICIENTS["balance"],
             bias_rate=BIAS_RATE,
             shard_tensor=place.shard_tensor,
+            lend=place.lend,
             init=INIT,
             **common,
             **job.options,
