@@ -439,6 +439,7 @@ def _step(traced: Traced) -> dict[str, Any]:
         "part_legend": _legend(_PART_NAMES, {_PARTS[key] for key in known}),
         "parts": [[(*key, _PARTS[key], parts.get(key, 0.0)) for key in known] for parts in ranks],
         "totals": [sum(parts.values()) for parts in ranks],
+        "imbalance": traced.imbalance(),
         "comparison": None if traced.schedule is None else _comparison(traced, traced.schedule),
     }
 

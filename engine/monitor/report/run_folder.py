@@ -272,6 +272,12 @@ class Traced:
             seconds_of[axis, part] = seconds_of.get((axis, part), 0.0) + own
         return seconds_of
 
+    def imbalance(self) -> float:
+        """Return the time that the busiest rank computes over the mean of all ranks; 1 if no rank computes."""
+        ranks = [self.parts(rank) for rank in range(len(self.slices))]
+        computing = [sum(time for (axis, _), time in parts.items() if axis == "compute") for parts in ranks]
+        return max(computing) * len(computing) / sum(computing) if any(computing) else 1.0
+
 
 def read_trace(trace: dict[str, Any]) -> Traced | None:
     """Read a trace that ``engine/monitor/trace/trace.py`` wrote; None if another program wrote it."""

@@ -277,6 +277,21 @@ def test_a_written_trace_is_read_back_equal() -> None:
         assert parts["compute", "backward"] == pytest.approx(4 * 3e-3)
 
 
+def test_imbalance_is_the_busiest_ranks_computing_over_the_mean(tmp_path: Path) -> None:
+    """Each rank computes 4 x (2 + 3) ms less 0.5 ms of a collective; then two ranks lose a forward pass of 2 ms."""
+    made = trace()
+    whole = read_trace(made)
+    assert whole is not None and whole.imbalance() == pytest.approx(1.0)
+    lost = [next(e for e in made["traceEvents"] if e.get("cat") == "F" and e["pid"] == rank) for rank in (1, 2)]
+    less = read_trace(made | {"traceEvents": [e for e in made["traceEvents"] if e not in lost]})
+    shorter = [sum(t for (axis, _), t in less.parts(r).items() if axis == "compute") for r in range(4)] if less else []
+    assert shorter[::3] == [pytest.approx(19.5e-3)] * 2 and max(shorter[1:3]) < 18.1e-3
+    assert less is not None and less.imbalance() == pytest.approx(19.5e-3 / (sum(shorter) / 4))
+    folder = write(tmp_path / "run")
+    (folder / "timeline.json").write_text(json.dumps(made))
+    assert "The busiest rank computes 1.00 times as long" in Page(write_report(folder).read_text()).text
+
+
 def test_traces_correct_the_clock_of_a_rank_that_is_ahead() -> None:
     """Two ranks, the second one's clock 5 s ahead: the trace has them at the same time."""
     whole = [StepRecord(1, (Slice("step 1", "step", at, at + 1.0, {}),), ()) for at in (10.0, 15.25)]
