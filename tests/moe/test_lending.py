@@ -297,7 +297,7 @@ def gradients_of_rank(kind: str, way: str) -> list[list[Tensor]]:
         way: ``twice``: of the squares of a gradient; ``kernel``: by torch's grouped kernel; ``frozen``: of the tokens
             and the router alone; ``split``: the gradients of weights are deferred.
     """
-    grid, found = Grid(data=2, expert=2), []
+    grid, found = Grid(data=4, expert=4), []
     with pytest.MonkeyPatch.context() as patch:
         if way == "kernel":
             patch.setattr(grouped, "_has_kernel", lambda rows, *lengths: rows.shape[0] > 0)
@@ -324,7 +324,7 @@ def gradients_of_rank(kind: str, way: str) -> list[list[Tensor]]:
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("way", ["twice", "kernel", "frozen", "split"])
 def test_lent_experts_have_the_gradients_of_unlent_ones(ranks: Any, kind: str, way: str) -> None:
-    for wanted, found in ranks(2, gradients_of_rank, kind, way):
+    for wanted, found in ranks(4, gradients_of_rank, kind, way):
         for want, got in zip(wanted, found, strict=True):
             if way == "kernel":
                 torch.testing.assert_close(got, want)
