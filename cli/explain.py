@@ -15,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from ..base.errors import ConfigError
 from ..base.formulas import STATES, optimizer_states
 from ..base.tables import as_text, table
+from ..data.balance import MOST
 from ..pipe.program.costs import Costs
 from ..pipe.program.simulate import simulate
 from ..plugins.plan.layer_shapes import LayerShape
@@ -187,6 +188,8 @@ def _notes(job: Job, processes: int | None) -> Iterable[str]:
         yield f"{optimizer.type} is counted with the two state tensors of AdamW"
     if section.asked and (section.granularity == "matmul" or (section.interval or 1) > 1 or section.groups):
         yield "recomputation is counted as that of each layer from its input"
+    if job.options.batch.balance:
+        yield f"batch.balance: activations are those of the mean microbatch; one may have {MOST} times as many tokens"
     own = job.file.schedule
     if job.cut is not None:
         yield f"schedule.partition: {job.cut}"

@@ -163,7 +163,7 @@ def test_the_docs_show_the_large_recipe() -> None:
 
 def test_explain_fills_in_replicas_and_writes_notes() -> None:
     keys: dict[str, Any] = {"model": {"preset": "llama-tiny"}, "lora": {"rank": 2, "base": "nf4"}, "data": "tokens"}
-    keys |= {"training": {"steps": 3}, "batch": 8, "recompute": {"interval": 2}}
+    keys |= {"training": {"steps": 3}, "batch": {"size": 8, "balance": True}, "recompute": {"interval": 2}}
     file = TrainingFile.of(keys)
     assert explain(resolve(file, 4))["grid"]["data"] == 4
     notes = " ".join(explain(resolve(file))["notes"])
@@ -171,6 +171,7 @@ def test_explain_fills_in_replicas_and_writes_notes() -> None:
         "--processes" in notes
         and "lora.base nf4: the frozen weights are counted" in notes
         and "each layer from its input" in notes
+        and "one may have 1.25 times as many tokens" in notes
     )
     given = " ".join(explain(resolve(file, 1), 1)["notes"])
     assert "--processes" not in given

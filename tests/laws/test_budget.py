@@ -28,7 +28,7 @@ BUDGET = {
     "zero": 5871,
     "grid": 4830,
     "train": 4330,
-    "cli": 3440,
+    "cli": 3443,
     "data": 2249,
     "tensor_parallel": 2231,
     "checkpoint": 2199,
