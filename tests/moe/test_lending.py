@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -202,9 +203,19 @@ def alone() -> dict[str, dict[str, Any]]:
     return {kind: train({}, kind) for kind in KINDS}
 
 
-@pytest.mark.parametrize("size", list(CASES))
-def test_lent_experts_train_as_on_one_process(ranks: Any, alone: dict[str, dict[str, Any]], size: int) -> None:
-    cells = [(case, kind) for case in CASES[size] for kind in KINDS]
+@pytest.mark.parametrize(
+    ("size", "every_kind"),
+    [
+        (size, every) if not every else pytest.param(size, every, marks=pytest.mark.exhaustive)
+        for size, every in itertools.product(CASES, (False, True))
+    ],
+)
+def test_lent_experts_train_as_on_one_process(
+    ranks: Any, alone: dict[str, dict[str, Any]], size: int, every_kind: bool
+) -> None:
+    """Each grid with one kind of experts, in turn; in the sweep with every kind."""
+    kinds = itertools.cycle(KINDS)
+    cells = [(case, kind) for case in CASES[size] for kind in (KINDS if every_kind else [next(kinds)])]
     every = ranks(size, run, cells, timeout=300)
     for index, (case, kind) in enumerate(cells):
         wanted = alone[kind]
