@@ -122,15 +122,19 @@ CELLS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
-def test_stored_state_is_bitwise_equal_on_every_grid_and_stage(ranks: Any, tmp_path: Path, kind: str) -> None:
-    """Weights and state, in each cell from the start, and after a checkpoint of one process."""
+@pytest.mark.parametrize(
+    ("kind", "places"), [("bf16", CELLS[::2]), ("int8", CELLS), ("int4", CELLS[1::2])], ids=["bf16", "int8", "int4"]
+)
+def test_stored_state_is_bitwise_equal_on_every_grid_and_stage(
+    ranks: Any, tmp_path: Path, kind: str, places: list[tuple[int, dict[str, Any]]]
+) -> None:
+    """Weights and state, in cells from the start, and after a checkpoint of one process. The sweep has all cells."""
     alone, on_four, later = tmp_path / "alone", tmp_path / "four", tmp_path / "later"
     trained(alone, [(1, kind, {})])
     (tmp_path / "start").mkdir()
     (alone / "0").rename(tmp_path / "start" / kind)
     trained(alone, [(1, kind, {})], tmp_path / "start")
-    cells = [(tensor, kind, zero) for tensor, zero in CELLS]
+    cells = [(tensor, kind, zero) for tensor, zero in places]
     ranks(4, trained, on_four, cells)
     ranks(4, trained, later, cells, tmp_path / "start")
     first, last = saved_state(tmp_path / "start" / kind), saved_state(alone / "0")
