@@ -17,7 +17,7 @@ _ATTRIBUTE = "triax_documents"  # on the tensor of document numbers, so that all
 _STEP = 16  # lengths of documents that share a call differ by less than this, or by an eighth
 
 
-class _Group(NamedTuple):
+class _DocumentGroup(NamedTuple):
     """N documents that are computed in one call. L: length of the longest."""
 
     places: Tensor  # int64 (N L,): tokens in the flat rows (B T); behind the end of a document its last token again
@@ -41,7 +41,7 @@ class Documents:
                 "the numbers of documents decrease along a row. Number the documents of a row 0, 1, 2, ... in order."
             )
         self.numbers = numbers
-        self._groups: dict[torch.device, list[_Group]] = {}
+        self._groups: dict[torch.device, list[_DocumentGroup]] = {}
 
     def attend(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return causal attention within documents, (B, H, T, width).
@@ -62,12 +62,12 @@ class Documents:
         order = torch.cat(places).argsort()
         return torch.cat(outputs).index_select(0, order).unflatten(0, (batch, length)).transpose(1, 2)
 
-    def _on(self, device: torch.device) -> list[_Group]:
+    def _on(self, device: torch.device) -> list[_DocumentGroup]:
         if device not in self._groups:
             self._groups[device] = self._grouped(device)
         return self._groups[device]
 
-    def _grouped(self, device: torch.device) -> list[_Group]:
+    def _grouped(self, device: torch.device) -> list[_DocumentGroup]:
         first = begins(self.numbers).flatten().nonzero()[:, 0]
         lengths = torch.cat([first[1:], first.new_tensor([self.numbers.numel()])]) - first
         step = (2.0 ** (lengths.double().log2().floor() - 3)).long().clamp(min=_STEP)
@@ -78,7 +78,7 @@ class Documents:
             places = first[chosen][:, None] + offsets.minimum(ends - 1)
             (held,) = (offsets < ends).flatten().nonzero(as_tuple=True)
             whole = None if len(held) == places.numel() else held.to(device)
-            groups.append(_Group(places.flatten().to(device), len(offsets), whole))
+            groups.append(_DocumentGroup(places.flatten().to(device), len(offsets), whole))
         return groups
 
 

@@ -51,7 +51,7 @@ class BalancedRows:
         self._rows, self._replicas, self._microbatches, self._balance = rows, replicas, microbatches, balance
         mean = train * rows.members[0].length / (replicas * microbatches)
         self._unit = math.ceil(mean / LENGTHS / balance.multiple) * balance.multiple
-        self._steps: dict[tuple[int, int], _Step] = {}
+        self._steps: dict[tuple[int, int], _DealtStep] = {}
         self._lock = threading.Lock()
 
     def read(self, first: int, count: int, microbatch: int) -> tuple[Array, Array, Array]:
@@ -77,7 +77,7 @@ class BalancedRows:
         lengths = np.concatenate([*sizes, [padding]])
         return ids[None], np.repeat(np.arange(len(lengths)), lengths)[None], labels[None]
 
-    def _step(self, first: int, count: int) -> _Step:
+    def _step(self, first: int, count: int) -> _DealtStep:
         with self._lock:
             if (first, count) not in self._steps:
                 found = self._rows.pieces(first, count) if count else []
@@ -85,11 +85,11 @@ class BalancedRows:
                 sizes = np.concatenate([np.empty(0, np.int64), *(pieces.sizes for _, pieces in members)])
                 dealt = deal(sizes, self._balance.scale, self._replicas, self._microbatches)
                 last = [*self._steps.items()][-1:]  # other threads may read the step before
-                self._steps = {**dict(last), (first, count): _Step(members, dealt)}
+                self._steps = {**dict(last), (first, count): _DealtStep(members, dealt)}
             return self._steps[first, count]
 
 
-class _Step(NamedTuple):
+class _DealtStep(NamedTuple):
     """Documents of a step: those of each member of a mixture, and the numbers of those of each microbatch."""
 
     members: list[tuple[int, Pieces]]
