@@ -25,6 +25,13 @@ class _DocumentGroup(NamedTuple):
     held: Tensor | None  # int64 (n,): those of ``places`` that lie in a document; None: all
 
 
+class _GroupedDocuments(NamedTuple):
+    """Groups of all documents, each token in one."""
+
+    groups: list[_DocumentGroup]
+    order: Tensor  # int64 (B T,): place of each token of the flat rows in the outputs of the groups, one after another
+
+
 class Documents:
     """Documents of packed rows, and the groups in which they are computed.
 
@@ -41,7 +48,7 @@ class Documents:
                 "the numbers of documents decrease along a row. Number the documents of a row 0, 1, 2, ... in order."
             )
         self.numbers = numbers
-        self._groups: dict[torch.device, list[_DocumentGroup]] = {}
+        self._groups: dict[torch.device, _GroupedDocuments] = {}
 
     def attend(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return causal attention within documents, (B, H, T, width).
@@ -52,34 +59,33 @@ class Documents:
         """
         batch, length = self.numbers.shape
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B T, heads, dim)
-        places, outputs = [], []
-        for group in self._on(q.device):
+        groups, order = self._on(q.device)
+        outputs = []
+        for group in groups:
             parts = (x.index_select(0, group.places).unflatten(0, (-1, group.size)).transpose(1, 2) for x in rows)
             y = attend(*parts).transpose(1, 2).flatten(0, 1)  # (N L, H, width)
-            places.append(group.places if group.held is None else group.places[group.held])
             outputs.append(y if group.held is None else y.index_select(0, group.held))
-        # Each token lies in one document.
-        order = torch.cat(places).argsort()
         return torch.cat(outputs).index_select(0, order).unflatten(0, (batch, length)).transpose(1, 2)
 
-    def _on(self, device: torch.device) -> list[_DocumentGroup]:
+    def _on(self, device: torch.device) -> _GroupedDocuments:
         if device not in self._groups:
             self._groups[device] = self._grouped(device)
         return self._groups[device]
 
-    def _grouped(self, device: torch.device) -> list[_DocumentGroup]:
+    def _grouped(self, device: torch.device) -> _GroupedDocuments:
         first = begins(self.numbers).flatten().nonzero()[:, 0]
         lengths = torch.cat([first[1:], first.new_tensor([self.numbers.numel()])]) - first
         step = (2.0 ** (lengths.double().log2().floor() - 3)).long().clamp(min=_STEP)
         rounded = (lengths + step - 1) // step * step
-        groups = []
+        groups, tokens = [], []
         for chosen in (rounded == size for size in rounded.unique()):
             offsets, ends = torch.arange(int(lengths[chosen].max())), lengths[chosen][:, None]
             places = first[chosen][:, None] + offsets.minimum(ends - 1)
             (held,) = (offsets < ends).flatten().nonzero(as_tuple=True)
-            whole = None if len(held) == places.numel() else held.to(device)
-            groups.append(_DocumentGroup(places.flatten().to(device), len(offsets), whole))
-        return groups
+            tokens.append(places.flatten()[held])
+            some = None if len(held) == places.numel() else held.to(device)
+            groups.append(_DocumentGroup(places.flatten().to(device), len(offsets), some))
+        return _GroupedDocuments(groups, torch.cat(tokens).argsort().to(device))
 
 
 def documents_of(numbers: Tensor | None) -> Documents | None:

@@ -26,7 +26,7 @@ LENGTHS = 128  # different lengths of microbatches, up to the mean: a pipeline t
 
 
 class Balance(NamedTuple):
-    """How the documents of a step are dealt out.
+    """Rule by which the documents of a step are dealt out.
 
     Attributes:
         scale: tokens at which a document's attention costs as much as its other work.
@@ -44,7 +44,7 @@ class BalancedRows:
         rows: the rows.
         train: rows of a step.
         replicas, microbatches: numbers of replicas, and of microbatches of each.
-        balance: how documents are dealt out.
+        balance: rule by which documents are dealt out.
     """
 
     def __init__(self, rows: Rows, train: int, replicas: int, microbatches: int, balance: Balance) -> None:

@@ -53,8 +53,8 @@ class TokenLoader:
         epochs: number of epochs, after which the iterator ends; rows without labels fill its last global batch. None:
             it never ends.
         pin_memory: copy microbatches to pinned memory, for a GPU.
-        balance: how the documents of a step are dealt out to microbatches, each of which is then one row (1, L) of any
-            length (balance.py). None: microbatches are ``micro`` rows in their order.
+        balance: rule by which the documents of a step are dealt out to microbatches (balance.py). A microbatch is then
+            one row (1, L) of any length. None: microbatches are ``micro`` rows in their order.
 
     Attributes:
         dataset: the data.

@@ -99,10 +99,9 @@ class CausalAttention(nn.Module):
 
     @property
     def _plain(self) -> bool:
-        """True if a token sees itself and all earlier tokens, and its scores are used as they are."""
+        """True if the options let a token see itself and all earlier tokens, and leave scores as they are."""
         options = self.options
-        rules = (options.window, options.chunk, options.softcap, self.sparsity, self.sinks)
-        return all(rule is None for rule in rules)
+        return all(rule is None for rule in (options.window, options.chunk, options.softcap, self.sinks))
 
     @property
     def kv_heads(self) -> int:
@@ -148,7 +147,7 @@ class CausalAttention(nn.Module):
             return _Way(positions, self.slices.length, self._attend_slice, (documents,))
         if self.cache is not None:
             return _Way(self.cache.positions, 0, partial(self.cache.attend, self))
-        if documents is not None or self.grid.context.size > 1 or not self._plain:
+        if documents is not None or self.grid.context.size > 1 or self.sparsity is not None or not self._plain:
             positions = token_positions(length, self.grid.context, documents, q.device)
             total = length * self.grid.context.size if documents is None else documents.shape[1]
             return _Way(positions, total, self.attend_in_parts, (documents,))

@@ -7,8 +7,8 @@ shares (ranks, E)     tokens of each expert that each rank computes, those of on
 weights               copied from the owner to the borrower, in the forward pass and again in the backward pass
 gradients             returned by borrowers in the backward pass, and added to the owner's in the order of the ranks
 
-With n ranks, S slots, and M bytes of weights of an expert, of which its largest weight has M', an expert axis has these
-costs. A copy lives while its layer is computed; nothing of it is kept between the two passes.
+The table has the costs of an expert axis of n ranks with S slots each. M is the bytes of an expert's weights, and M'
+those of its largest weight. A copy lives while its layer is computed; nothing is kept between the two passes.
 
 | bytes | |
 |---|---|

@@ -17,7 +17,7 @@ from ...pipe.module import PipelineModule
 
 
 def balance_of(module: nn.Module, grid: Grid) -> Balance:
-    """Return how the documents of a step are dealt out, equal on every rank. Collective over the pipe axis.
+    """Return the rule by which documents are dealt out, equal on every rank. Collective over the pipe axis.
 
     A token's products cost 2 FLOPs for each element of the matrices that it passes. The attention of a document of L
     tokens costs 2 L^2 for each channel of its output, or 4 L w with a window of w tokens.
@@ -42,10 +42,8 @@ def balance_of(module: nn.Module, grid: Grid) -> Balance:
             weights -= routed * (1 - part.router.top_k / part.experts)
             refused += bool(part.balance or part.refuses_slices)
         if isinstance(part, CausalAttention):
-            width, reach = (
-                layout_of(part.out.get_parameter("weight")).shape[1],
-                part.options.window or part.options.chunk,
-            )
+            width = layout_of(part.out.get_parameter("weight")).shape[1]
+            reach = part.options.window or part.options.chunk
             weights += 2 * width * reach if reach else 0
             channels += 0 if reach else width
     sums = torch.tensor([weights, channels, refused], dtype=torch.float64)

@@ -148,7 +148,7 @@ EACH = pytest.mark.parametrize("nth", [6, pytest.param(1, marks=pytest.mark.exha
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 def test_a_damaged_model_file_gives_an_error_of_one_line(whole: Path, tmp_path: Path, capsys: Any, nth: int) -> None:
-    """Or, where the damage changes nothing, such as that of the metadata of an index, the text of the whole folder."""
+    """Damage that changes nothing, such as in an index's metadata, gives the text of the whole folder instead."""
     folder = tmp_path / "small"
     shutil.copytree(whole, folder)
     words = ("generate", str(folder), "--prompt", "abc", "--max-new-tokens", "1")

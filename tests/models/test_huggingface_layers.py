@@ -210,7 +210,7 @@ def over_context(case: str, pipe: int, context: int, kind: str) -> dict[str, Any
 
 
 def masked_batches(vocab: int) -> list[tuple[Tensor, Tensor]]:
-    """Two microbatches, of which unlike numbers of labels count."""
+    """Return two microbatches with different numbers of labels that count."""
     every = [torch.randint(vocab, (2, 12), generator=torch.Generator().manual_seed(number)) for number in range(2)]
     return [(ids, ids.masked_fill(torch.arange(12) < 3 * number, -100)) for number, ids in enumerate(every)]
 

@@ -96,7 +96,7 @@ def test_rows_of_an_assignment_equal_those_of_single_tokens() -> None:
 
 
 class Block(nn.Module):
-    """x + experts(x), all of which are on the first rank of the expert axis for most tokens."""
+    """x + experts(x). For most tokens these experts are on the first rank of the expert axis."""
 
     def __init__(self, options: dict[str, Any], *, grid: Grid) -> None:
         super().__init__()
