@@ -452,7 +452,8 @@ def test_generators_of_a_users_program_resume_in_the_middle(tmp_path: Path) -> N
         seed(5)
     engine = triax.initialize(model=nn.Linear(2, 2), config=small_config(micro=2))[0]
     users_numbers()
-    assert random.getstate()[2] is not None and np.random.get_state()[3]  # noqa: NPY002  # a second number is kept
+    of_numpy: Any = np.random.get_state()  # noqa: NPY002
+    assert random.getstate()[2] is not None and of_numpy[3]  # a second number is kept
     engine.save_checkpoint(tmp_path)
     wanted = [users_numbers() for _ in range(3)]
     users_numbers()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -211,7 +211,7 @@ class CountedExperts(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.register_buffer("seen", torch.zeros(4 // grid.expert.size, 1, dtype=torch.float64))
-        set_layout(self.seen, Layout((4, 1), expert_dim=0))
+        set_layout(cast(Any, self.seen), Layout((4, 1), expert_dim=0))
         self.rank = grid.rank
 
     def forward(self, x: Tensor) -> Tensor:

@@ -258,7 +258,7 @@ def test_the_programs_of_the_models_page_run(ranks: Any, name: str, sizes: list[
 
 
 def test_every_program_of_the_models_page_is_run() -> None:
-    (cases,) = test_the_programs_of_the_models_page_run.pytestmark  # type: ignore[attr-defined]
+    (cases,) = test_the_programs_of_the_models_page_run.pytestmark
     run = {name for name, _ in cases.args[1]}
     run |= {"replaced.py"}  # by the test below
     assert 'programs(page)["mtp.py"]' in (ROOT / "tests" / "models" / "test_mtp.py").read_text()

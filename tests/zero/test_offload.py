@@ -477,13 +477,13 @@ def test_offload_takes_an_optimizer_that_makes_state_at_once() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
-def test_each_offloaded_tensor_counts_at_its_place_alone(tmp_path: Path, stage: int, device: str) -> None:
+def test_each_offloaded_tensor_counts_at_its_place_alone(tmp_path: Path, stage: Any, device: str) -> None:
     """Micikevicius et al. 2018 and ZeRO, section 3.1: 2 bytes of weights; in fp32 a master, a gradient and 2 moments.
 
     Stage 1 keeps whole gradients on the device; stages 2 and 3 offload their shards too.
     """
     model, numel = nn.Linear(16, 16, bias=False), 256
-    place = {"device": device, "path": str(tmp_path) if device == "nvme" else None}
+    place: Any = {"device": device, "path": str(tmp_path) if device == "nvme" else None}
     engine = triax.Engine(
         model,
         optimizer=triax.Optimizer("AdamW", lr=0.1),
