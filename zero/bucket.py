@@ -29,9 +29,6 @@ from .offload import OffloadMemory
 from .protocols import ReduceScatter
 from .shown_gradients import ASSIGNED, DROPPED, ShownGradients
 
-# Elements of a gradient on disk that are squared at once: their pages are evicted after each piece.
-_PIECE = 2**16
-
 
 class Bucket(FlatWeights, ABC):
     """Flat weights and gradients of the parameters of one bucket.
@@ -327,7 +324,8 @@ class Bucket(FlatWeights, ABC):
         """Return sums of squares, float64, of the gradients that this rank counts; not finite after an overflow."""
         squares = []
         for start, stop, factor in self._counted:
-            size = _PIECE if self.memory.states.kind == "nvme" else stop - start
+            # On disk, as many at once as the step updates at once: their pages are evicted after each piece.
+            size = self.memory.offload.sub_group_size if self.memory.states.kind == "nvme" else stop - start
             for piece in self.owned_gradient[start:stop].split(size):
                 squares.append((square(piece) * factor).to(self._device, non_blocking=True))
                 self.memory.evict(piece)
