@@ -206,17 +206,21 @@ def _run(flags: RunFlags) -> _PlannedRun:
     """Return the run that flags describe."""
     from ..plugins.plan.machine import machine
     from ..plugins.plan.work import Work
+    from ..train.data import rows_here
 
     config, file, source = model_of(flags.model)
-    sequence, batch = flags.sequence, flags.batch
+    sequence, batch, run = flags.sequence, flags.batch, dict[str, Any]()
     if file is not None:
         sequence, batch = sequence or file.training.sequence, batch or file.batch.size
+        rows = rows_here(file, sequence or config.max_position_embeddings)
+        run = {"rows": rows, "balanced": file.batch.balance, "lend": file.model.experts.lend or 0}
     if batch is None:
         raise ValueError("--batch is missing. Give the sequences of a step, such as --batch 512.")
     work = Work(
         *(config, machine(flags.machine), batch, sequence or config.max_position_embeddings),
         *(flags.precision, flags.products),
         speeds=flags.speeds or (),
+        **run,
     )
     memory = flags.memory if isinstance(flags.memory, tuple) else (flags.memory or work.machine.memory / 1e9,)
     return _PlannedRun(work, [1e9 * size for size in memory], file, source)

@@ -161,13 +161,13 @@ def named_schedules(sizes: ScheduleFlags, microbatches: int) -> Iterator[tuple[S
         if recipe and (not (chunks is None or recipe.accepts(chunks)) or microbatches < recipe.least(pipe)):
             continue
         try:
-            chosen = tuned(make_schedule(name, pipe, microbatches, chunks), costs)
+            chosen = tuned(make_schedule(name, pipe, microbatches, chunks), sizes.mean_times)
         except ValueError:
             if recipe is None:  # a package's, which does not exist at this size
                 continue
             raise
         if sizes.pairs and not chosen.pairs:
-            chosen = pair_pass(chosen, costs)
+            chosen = pair_pass(chosen, sizes.mean_times)
         result = simulate(chosen, costs, sizes.keep_gathered)
         if sizes.memory is None or max(result.peak_activations) <= sizes.memory + 1e-9:
             verify(chosen, sizes.memory)

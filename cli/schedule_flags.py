@@ -53,6 +53,11 @@ class ScheduleFlags(SizeFlags):
         "input-gradient pass of one microbatch.",
         least=0,
     )
+    work: tuple[float, ...] = option(
+        (),
+        "X,X,...: work of each microbatch over the mean, such as 1.5,0.5 for documents of unequal lengths.",
+        least=0,
+    )
     memory: float | None = option(
         None, "Limit of activations per rank, in units of one microbatch through 1/pipe of the model.", above=0
     )
@@ -70,7 +75,12 @@ class ScheduleFlags(SizeFlags):
     @property
     def times(self) -> Costs:
         """The costs of the passes."""
-        return Costs(*self.costs, **dict(zip(("AR", "A2A"), self.collectives)))
+        return Costs(*self.costs, **dict(zip(("AR", "A2A"), self.collectives)), work=self.work)
+
+    @property
+    def mean_times(self) -> Costs:
+        """The costs of a mean microbatch, for which schedules are made."""
+        return replace(self.times, work=())
 
     @property
     def lengths(self) -> tuple[float, ...]:
@@ -143,7 +153,7 @@ class ChangeFlags(ScheduleFlags):
             raise OptionError(
                 "attention", self.attention, "it is for slices of sequences: give <slices> too, such as 4"
             )
-        unused, costs, searched = list[str](), self.times, isinstance(chosen, Found)
+        unused, costs, searched = list[str](), self.mean_times, isinstance(chosen, Found)
         if self.pairs:
             chosen = pair_pass(chosen, costs)
             if not chosen.pairs:
@@ -167,7 +177,8 @@ class ChangeFlags(ScheduleFlags):
         searched = name == "auto"  # it chooses what is recomputed, and within a limit what is offloaded
         shares = self.offload * (searched and self.memory is not None), self.recompute * searched
         sizes = self.pipe, self.count(name), self.chunks
-        return tuned(make_schedule(name, *sizes, self.times, self.memory, *shares, slices=self.lengths), self.times)
+        costs = self.mean_times
+        return tuned(make_schedule(name, *sizes, costs, self.memory, *shares, slices=self.lengths), costs)
 
 
 def tuned(chosen: Schedule, costs: Costs) -> Schedule:

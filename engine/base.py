@@ -359,6 +359,7 @@ class Engine:
         self.optimizer_step = OptimizerStep(self.options, self.data_axis, self.loss_scaler)
         self.lr_scheduler = make(self.optimizer) if make and self.optimizer else None
         self._balance = balance_of(self.module, self.grid) if self.options.batch.balance else None
+        self._made_loaders = False
         self.training_dataloader = None if data is None else self.make_loader(data, parts.collate_fn)
         self.replicas = SynchronousReplicas(self.grid)
         self.replica_rows = ReplicaRows(self._step_grid)
@@ -635,6 +636,7 @@ class Engine:
             workers: number of processes that read ahead. 0: this process reads.
             pin_memory: copy microbatches to pinned memory, as torch's loader does. Ignored without a GPU.
         """
+        self._made_loaders = True
         return make_loader(
             dataset,
             self.batch.train,

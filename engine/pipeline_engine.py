@@ -209,6 +209,13 @@ class PipelineEngine(Engine):
                     "train_batch was given an iterator, but fault_tolerance gives each replica its samples by number: "
                     "pass training_data to the engine, and call train_batch()"
                 )
+            if data_iter is not None and self.options.batch.balance and not self._made_loaders:
+                raise AgreedError(
+                    self.options.say(
+                        "<batch.balance> deals out the documents of a loader of the engine, but train_batch was given "
+                        "another iterator: pass training_data to the engine, or an iterator over engine.make_loader(...)"
+                    )
+                )
             with self.accounts.step() if self.record_memory else nullcontext():
                 for observer in self.observers:
                     observer.before_step()

@@ -51,6 +51,15 @@ def training_rows(file: TrainingFile, sequence: int) -> Rows:
     return open_data(file, sequence, "training").rows(file.seed)
 
 
+def rows_here(file: TrainingFile, sequence: int) -> Rows | None:
+    """Return the rows that are trained on, or None if they are no packed documents, or not on this machine."""
+    data = file.data
+    names = [data.training] if isinstance(data.training, str) else list(data.training)
+    if file.method is not None or not data.document_mask or not all(map(is_here, names)):
+        return None
+    return training_rows(file, sequence)
+
+
 def described(data: TokenData | Answers | Prompts, seed: int) -> str:
     """Return how much data there is, for people."""
     if isinstance(data, Prompts):

@@ -65,6 +65,8 @@ class Costs:
         attention: share of causal attention in F and in I of a whole microbatch, 0 to 1, for schedules over slices of
             sequences (slices.py): a later slice attends to more tokens and takes longer. All other costs of a slice,
             its messages too, are the costs of the microbatch times the slice's share of the tokens.
+        work: for each microbatch, its work over the mean: all of its costs but GATHER are multiplied by it, and its
+            activations count as those of any microbatch. (): 1 for each.
     """
 
     F: Cost = 1.0
@@ -77,6 +79,7 @@ class Costs:
     AR: Cost = 0.0
     A2A: Cost = 0.0
     attention: float = 0.0
+    work: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         for field in ("F", "I", "W", "COMM", "GATHER", "O", "R", "AR", "A2A"):
@@ -88,6 +91,9 @@ class Costs:
                 raise ValueError(f"the cost {field} is {value}: give a number from 0 to 1e100")
         if not 0 <= self.attention <= 1:
             raise ValueError(f"attention is {self.attention}: give its share of F and I, a number from 0 to 1")
+        object.__setattr__(self, "work", tuple(map(float, self.work)))
+        if not all(0 <= work <= 1e100 for work in self.work):
+            raise ValueError(f"the work of microbatches is {self.work}: give numbers from 0 to 1e100")
 
     def op_costs(self, stages: int, chunks: int, tokens: float = 1.0, forward: float = 1.0) -> dict[str, list[float]]:
         """Return for each kind of a schedule's ops the cost of one op of each stage, with the gather of its weights.
@@ -107,12 +113,15 @@ class Costs:
         """Return the function that gives the time of two compute ops of a schedule as a pair."""
         stages, chunks = schedule.stages, schedule.chunks
         passes = {kind: self._passes(kind, stages, chunks) for kind in "FIBW"}
-        alone = self.op_costs(stages, chunks)
+        gather = self._per_stage("GATHER", stages, chunks)
 
         def cost(first: Op, second: Op) -> float:
-            one, other = passes[first.kind][first.stage], passes[second.kind][second.stage]
-            shared = (one.products + other.products, one.all_reduce + other.all_reduce, one.exchange + other.exchange)
-            return max(*shared, alone[first.kind][first.stage], alone[second.kind][second.stage])
+            one, other = (
+                [part * (self.work[op.microbatch] if self.work else 1.0) for part in passes[op.kind][op.stage]]
+                for op in (first, second)
+            )
+            gathers = (gather[op.stage] for op in (first, second) if op.kind != "W")
+            return max(*map(sum, zip(one[:-1], other[:-1])), one[-1], other[-1], *gathers)
 
         return cost
 

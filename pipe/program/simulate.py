@@ -16,6 +16,7 @@ same span.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .activations import counts_in_flight, peak_offloaded, rank_peaks, stage_peaks
@@ -67,6 +68,7 @@ def simulate(schedule: Orders, costs: Costs | None = None, keep_gathered: bool =
 
     Raises:
         ScheduleError: the schedule would hang.
+        ValueError: the costs do not fit the schedule's stages or microbatches.
     """
     times = timeline_of(schedule, costs, keep_gathered)
     offloaded = peak_offloaded(schedule) if schedule.offloads else ()
@@ -103,14 +105,19 @@ class _SimulatedClock:
 
     def __init__(self, schedule: Orders, costs: Costs, keep_gathered: bool) -> None:
         self.schedule, self.passes, stages = schedule, schedule.passes, schedule.stages
-        shares = slice_costs(schedule.slices, costs.attention)
+        work = _work_of(schedule, costs)
+        shares = [
+            (size * tokens, size * forward)
+            for size in work
+            for tokens, forward in slice_costs(schedule.slices, costs.attention)
+        ]
         self.first_forward = costs.op_costs(stages, schedule.chunks, *shares[0])["F"]  # with the gather of the weights
         if keep_gathered:
             costs = replace(costs, GATHER=0.0)
-        self.costs = [costs.op_costs(stages, schedule.chunks, *share) for share in shares]  # of the ops of each slice
+        self.costs = [costs.op_costs(stages, schedule.chunks, *share) for share in shares]  # of the ops of each pass
         self.costs_of_pairs = costs.pair_costs(schedule)
         hops = costs.hops(schedule.placement)
-        # For each slice, the time of a message from each stage to the next.
+        # For each pass, the time of a message from each stage to the next.
         self.hops = [[hop * tokens for hop in (*hops, 0.0)] for tokens, _ in shares]
 
         self.groups = [schedule.groups(rank) for rank in range(schedule.pipe)]
@@ -214,6 +221,14 @@ class _SimulatedClock:
         arrivals[there * self.passes + microbatch] = end + hop
         if (forward, there, microbatch) in self.waiting:
             self.runnable.append(self.waiting.pop((forward, there, microbatch)))
+
+
+def _work_of(schedule: Orders, costs: Costs) -> Sequence[float]:
+    """Return the relative work of each microbatch, or (1.0,) if it is the same for all."""
+    if costs.work and len(costs.work) != schedule.microbatches:
+        count = schedule.microbatches
+        raise ValueError(f"work has {len(costs.work)} values for {count} microbatches: give one for each")
+    return costs.work or (1.0,)
 
 
 def _source(schedule: Orders, op: Op) -> Wait | None:

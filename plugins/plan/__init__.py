@@ -23,6 +23,7 @@ schedule_time.py     ScheduleTime: seconds of a schedule by simulation; schedule
 option_step.py       OptionStep: a step whose schedule has options, and what hides which collective
 cores.py             seconds of a schedule whose ranks share the cores of one machine
 core_step.py         CoreStep: a step on such ranks
+imbalance.py         Imbalance: time that the replica with the most work takes longer than the mean
 cost.py              CostModel: seconds of a step on a layout, by kind
 fit.py               MeasuredRun, fit: a machine's figures from measured runs, and leave-one-out errors
 trust.py             Trust: interval of a predicted time, by what is known of the machine

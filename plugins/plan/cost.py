@@ -14,6 +14,7 @@ axis (ZeRO) and the optimizer.
 | term | seconds | source |
 |---|---|---|
 | bubble | idle time of the schedule, with all other pipe ranks' times | pipe/schedules, docs/schedules.md |
+| imbalance | time by which the replica with the most work exceeds the mean | imbalance.py |
 | pipe | each pass waits for its message, 2 s b h bytes (1/t of them under sequence parallelism), and for the \
 software's overhead | Narayanan et al. 2021 |
 | overhead | Python of a step, beside that of its layers | measured |
@@ -36,6 +37,7 @@ from .cached import cached_method
 from .collectives import message
 from .core_step import CoreStep
 from .device_time import DeviceTime
+from .imbalance import Imbalance
 from .layer_time import LayerTime, LayerTimer, TimeSplit
 from .memory import ModelMemory
 from .option_step import OptionStep, pass_costs
@@ -47,7 +49,7 @@ from .zero_time import ZeroTime
 
 KINDS = (
     *("products", "attention", "elementwise", "overhead", "recompute", "tensor", "context", "expert"),
-    *("pipe", "bubble", "cores", "data", "optimizer", "offload"),
+    *("pipe", "bubble", "imbalance", "cores", "data", "optimizer", "offload"),
 )
 
 
@@ -81,10 +83,12 @@ class CostModel:
             fused_attention=work.machine.fused_attention,
             fused_kernels=work.machine.fused_kernels,
             speeds=work.speeds,
+            lend=work.lend,
             device="cpu" if self.on_cores else "cuda",
         )
         self.types, self.kinds = self.memory.stage_layers.kinds, self.memory.stage_layers.kind_of
         self.zero, self.schedules = ZeroTime(self.device, self.types), ScheduleTime()
+        self.imbalance = None if work.rows is None else Imbalance(work.rows, work.batch, work.layers, work.balanced)
 
     # ------------------------------------------------------------------------------------------------ a layer
 
@@ -129,6 +133,10 @@ class CostModel:
         """Return the seconds of a step by kind, on ranks with a processor each."""
         ranks = self.rank_times(layout)
         kinds = self._until_last_backward(layout, ranks)
+        if self.imbalance is not None:
+            passes, bubble = sum(kinds.values()), kinds.get("bubble", 0.0)
+            m = layout.microbatches(self.work.batch)
+            kinds["imbalance"] = passes * (self.imbalance.factor(layout, m * bubble / (passes - bubble)) - 1)
         finish = self.zero.behind_the_passes(ranks, layout)
         kinds["data"] = kinds.get("data", 0.0) + finish.data
         kinds["optimizer"], kinds["offload"] = finish.optimizer, finish.offload

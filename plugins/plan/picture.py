@@ -29,6 +29,7 @@ COLORS = {
     "expert": "#9c6b4e",
     "pipe": "#ff8ab7",
     "bubble": "#c9c9c9",
+    "imbalance": "#5f6b6d",
     "cores": "#7f7f7f",
     "data": "#ff725c",
     "offload": "#9498a0",

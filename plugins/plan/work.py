@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ...data.mixture import Rows
 from ...models.config import TransformerConfig
 from .layer_shapes import LayerShape, layers_of
 from .machine import Machine
@@ -23,6 +24,9 @@ class Work:
         products: dtype of the operands of the blocks' products, such as ``fp8`` or ``mxfp8``, cast for each of them;
             None: the precision.
         speeds: speed of each rank of the pipe axis over the machine's, as in ``LayerCosts``; (): all have 1.
+        rows: rows of documents that the run trains on; None: all microbatches have the same work.
+        balanced: ``batch.balance`` deals the documents of a step out by their work.
+        lend: largest number of experts that a rank borrows.
     """
 
     config: TransformerConfig
@@ -32,6 +36,9 @@ class Work:
     precision: str = "bf16"
     products: str | None = None
     speeds: tuple[float, ...] = ()
+    rows: Rows | None = None
+    balanced: bool = False
+    lend: int = 0
 
     @cached_property
     def layers(self) -> tuple[LayerShape, ...]:

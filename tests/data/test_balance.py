@@ -14,7 +14,7 @@ import torch
 
 import triax
 from triax import Grid, LlamaConfig, NextTokenLoss, PipelineModule, llama_layers
-from triax.base.errors import ConfigError
+from triax.base.errors import AgreedError, ConfigError
 from triax.data import TokenData
 from triax.data.balance import MOST, Balance, deal
 from triax.engine.setup.balance import balance_of
@@ -202,6 +202,11 @@ def test_balance_is_refused_where_it_cannot_be_right(tokens: Path) -> None:
     options: dict[str, Any] = {"optimizer": triax.Optimizer("SGD", lr=0.1), "batch": triax.Batch(size=8, balance=True)}
     plain = torch.nn.Linear(2, 2)
     assert "only a PipelineModule with" in error_text(lambda: triax.Engine(plain, **options))
+    own = iter([((torch.zeros(1, 8, dtype=torch.long),) * 2, torch.zeros(1, 8, dtype=torch.long))] * 8)
+    engine = triax.Engine(module, **options)
+    with pytest.raises(AgreedError, match="or an iterator over engine.make_loader"):
+        engine.train_batch(own)
+    assert engine.train_batch(iter(engine.make_loader(TokenData(tokens, LENGTH)))) > 0
     other = torch.utils.data.TensorDataset(torch.zeros(8, 4))
     assert "documents of triax.data.TokenData" in error_text(
         lambda: triax.Engine(module, training_data=other, **options)

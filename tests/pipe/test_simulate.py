@@ -28,6 +28,7 @@ def ends(schedule: Schedule, costs: Costs) -> dict[Op, tuple[float, float]]:
     given = (costs.F, costs.I, costs.W, costs.COMM)
     f, i, w, hop = (x for x in given if isinstance(x, float))
     f, i, w = (x / schedule.chunks for x in (f, i, w))
+    work = costs.work or [1.0] * schedule.microbatches
     length = {"F": f, "I": i, "W": w, "B": i + w}
     before = {b: a for order in schedule.orders for a, b in pairwise(order)}
     every = {op for order in schedule.orders for op in order}
@@ -44,8 +45,8 @@ def ends(schedule: Schedule, costs: Costs) -> dict[Op, tuple[float, float]]:
             )
             if kind != "W" and reads in every and reads != op:
                 there, here = schedule.placement[reads.stage], schedule.placement[s]
-                start = max(start, end(reads) + (0 if there == here else hop))
-            known[op] = start, start + length[kind]
+                start = max(start, end(reads) + (0 if there == here else hop * work[m]))
+            known[op] = start, start + length[kind] * work[m]
         return known[op][1]
 
     for op in every:
@@ -54,11 +55,12 @@ def ends(schedule: Schedule, costs: Costs) -> dict[Op, tuple[float, float]]:
 
 
 @settings(max_examples=200, derandomize=True)
-@given(schedules(), cost, cost, cost, cost)
+@given(schedules(), cost, cost, cost, cost, st.lists(cost, min_size=1, max_size=4))
 def test_ops_run_at_the_times_of_an_independent_simulator(
-    schedule: Schedule, f: float, i: float, w: float, comm: float
+    schedule: Schedule, f: float, i: float, w: float, comm: float, work: list[float]
 ) -> None:
-    costs = Costs(f, i, w, comm)
+    """With one number for the work of each microbatch, or the same work for all."""
+    costs = Costs(f, i, w, comm, work=[work[m % len(work)] for m in range(schedule.microbatches) if len(work) > 1])
     expected = ends(schedule, costs)
     result = simulate(schedule, costs)
     for row in result.timeline.rows:
