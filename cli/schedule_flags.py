@@ -75,7 +75,8 @@ class ScheduleFlags(SizeFlags):
     @property
     def times(self) -> Costs:
         """The costs of the passes."""
-        return Costs(*self.costs, **dict(zip(("AR", "A2A"), self.collectives)), work=self.work)
+        all_reduce, exchange = (*self.collectives, 0.0)[:2]
+        return replace(Costs(*self.costs), AR=all_reduce, A2A=exchange, work=self.work)
 
     @property
     def mean_times(self) -> Costs:

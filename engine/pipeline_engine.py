@@ -213,7 +213,7 @@ class PipelineEngine(Engine):
                 raise AgreedError(
                     self.options.say(
                         "<batch.balance> deals out the documents of a loader of the engine, but train_batch was given "
-                        "another iterator: pass training_data to the engine, or an iterator over engine.make_loader(...)"
+                        "another iterator: pass training_data to the engine, or iterate over engine.make_loader(...)"
                     )
                 )
             with self.accounts.step() if self.record_memory else nullcontext():

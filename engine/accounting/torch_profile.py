@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -36,6 +37,7 @@ def install(engine: AnyEngine) -> None:
     file = str(folder / f"rank-{engine.grid.rank}.pt.trace.json")  # TensorBoard's ending
 
     def write(profile: torch.profiler.profile) -> None:
+        atexit.unregister(profile.stop)
         for stop in stops:
             stop()
         with Records().writing(file):
@@ -59,6 +61,9 @@ def install(engine: AnyEngine) -> None:
 
     stops = engine.spans.read(named), engine.grid.spans.read(_name, *OPERATIONS)
     profile.start()
+    # A program that ends before the last of these steps writes those that it has. Without the stop, torch ends the
+    # process with a segmentation fault.
+    atexit.register(profile.stop)
 
 
 @contextmanager

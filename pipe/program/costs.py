@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .ops import Op
@@ -79,16 +79,16 @@ class Costs:
     AR: Cost = 0.0
     A2A: Cost = 0.0
     attention: float = 0.0
-    work: Sequence[float] = ()
+    work: Sequence[float] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        for field in ("F", "I", "W", "COMM", "GATHER", "O", "R", "AR", "A2A"):
-            value = getattr(self, field)
+        for name in ("F", "I", "W", "COMM", "GATHER", "O", "R", "AR", "A2A"):
+            value = getattr(self, name)
             if isinstance(value, Sequence):
-                object.__setattr__(self, field, tuple(float(x) for x in value))
+                object.__setattr__(self, name, tuple(float(x) for x in value))
             values = value if isinstance(value, Sequence) else (value,)
             if not all(0 <= x <= 1e100 for x in values):  # sums and products of larger ones overflow
-                raise ValueError(f"the cost {field} is {value}: give a number from 0 to 1e100")
+                raise ValueError(f"the cost {name} is {value}: give a number from 0 to 1e100")
         if not 0 <= self.attention <= 1:
             raise ValueError(f"attention is {self.attention}: give its share of F and I, a number from 0 to 1")
         object.__setattr__(self, "work", tuple(map(float, self.work)))

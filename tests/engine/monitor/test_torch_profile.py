@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,23 @@ def test_a_folder_that_cannot_be_made_is_refused(ranks: Any, tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(RankFailure, match=r"monitor\.profiler\.folder '.*file/in' cannot be made"):
         ranks(2, refused, str(tmp_path / "file" / "in"))
+
+
+SHORT = """
+import sys
+import torch
+import triax
+
+model = triax.PipelineModule([triax.LayerSpec(torch.nn.Linear, 2, 2)], loss_fn=torch.nn.functional.mse_loss)
+monitor = triax.Monitoring(profiler=triax.TorchProfiler(start=2, steps=5, folder=sys.argv[1]))
+engine = triax.Engine(model, optimizer=triax.Optimizer("SGD", lr=0.1), batch=1, monitor=monitor)
+for _ in range(3):
+    engine.train_batch(iter([(torch.zeros(1, 2),) * 2]))
+"""
+
+
+def test_a_program_that_ends_early_writes_the_steps_it_has(tmp_path: Path) -> None:
+    """Without a stop of the profiler, torch 2.13 ends such a process with a segmentation fault."""
+    subprocess.run([sys.executable, "-c", SHORT, str(tmp_path)], check=True, timeout=120, cwd=tmp_path)
+    trace = json.loads((tmp_path / "rank-0.pt.trace.json").read_text())
+    assert {"step 2", "step 3"} <= {event.get("name") for event in trace["traceEvents"]}
