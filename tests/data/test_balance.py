@@ -204,7 +204,7 @@ def test_balance_is_refused_where_it_cannot_be_right(tokens: Path) -> None:
     assert "only a PipelineModule with" in error_text(lambda: triax.Engine(plain, **options))
     own = iter([((torch.zeros(1, 8, dtype=torch.long),) * 2, torch.zeros(1, 8, dtype=torch.long))] * 8)
     engine = triax.Engine(module, **options)
-    with pytest.raises(AgreedError, match="or iterate over engine[.]make_loader"):
+    with pytest.raises(AgreedError, match=r"or iterate over engine\.make_loader"):
         engine.train_batch(own)
     assert engine.train_batch(iter(engine.make_loader(TokenData(tokens, LENGTH)))) > 0
     other = torch.utils.data.TensorDataset(torch.zeros(8, 4))
