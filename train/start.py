@@ -13,7 +13,7 @@ from ..data.tokenizer import open_tokenizer
 from ..engine.setup.check_names import try_names
 from ..grid.devices import accelerators
 from ..grid.environment import read_environment
-from ..grid.launcher.launch import launch
+from ..grid.launcher.launch import TRAINING, launch
 from ..models.huggingface.config import to_hf
 from .data import check_data
 from .drawing import reward_functions
@@ -22,7 +22,7 @@ from .loop import train
 from .sections import TrainingFile
 
 # Modules that the ranks import, once, in the server that they are forks of.
-PRELOAD = ("numpy", "rich.live", "triax.train.loop")
+PRELOAD = (*TRAINING, "numpy", "rich.live", "triax.train.loop")
 
 _MOST = 4096  # processes that one host starts
 

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from .hosts import Hosts
 
 PRELOAD = ("torch", "torch.distributed.device_mesh", "torch.distributed.elastic.multiprocessing")
+# What a function that trains imports before its first step. Torch's optimizers import its compiler, in 2 s.
+TRAINING = ("torch._dynamo", "triax.engine.pipeline_engine")
 MESSAGE_TIME = 30  # seconds in which rank 0 must print a user's error
 STOP = 5  # seconds in which ranks must end when another has failed, before they are killed
 # Seconds in which they must end when this process received a signal; they may write a checkpoint.
@@ -80,7 +82,7 @@ def launch(
     ranks: int,
     topology: Topology | None = None,
     logs: Path | None = None,
-    preload: Sequence[str] = (),
+    preload: Sequence[str] | None = None,
     threads: int | None = None,
     **options: Any,
 ) -> int:
@@ -106,7 +108,8 @@ def launch(
         topology: topology of the ranks' grid. If given, messages name a rank as ``rank 5 (pipe 1, data 0, tensor 1)``.
         logs: folder for ``rank-1.log``, ``rank-2.log``, ..., the output of the ranks other than 0. None: all ranks
             print to this process's output.
-        preload: modules that every rank imports, to be imported once by the fork server.
+        preload: modules that every rank imports, to be imported once by the fork server. None: ``TRAINING`` for a
+            function, and none for a script, which may set variables that torch's compiler reads when it is imported.
         threads: torch's threads in each rank; by default the number of cores divided by ``ranks``.
         options: further arguments of ``outcome_of``.
     """
@@ -123,7 +126,7 @@ def outcome_of(
     ranks: int,
     topology: Topology | None = None,
     logs: Path | None = None,
-    preload: Sequence[str] = (),
+    preload: Sequence[str] | None = None,
     threads: int | None = None,
     tee: Collection[int] | None = None,
     restarts: int = 0,
@@ -159,7 +162,8 @@ def outcome_of(
         LauncherSignals() as signals,
     ):
         # The server imports its modules while this process imports its own, below. A running server is used unchanged.
-        multiprocessing.forkserver.set_forkserver_preload([*PRELOAD, *preload])
+        imported = preload if preload is not None else TRAINING if callable(target) else ()
+        multiprocessing.forkserver.set_forkserver_preload([*PRELOAD, *imported])
         # It would warn of the semaphores of killed processes, after the launcher's last line.
         with blocked_in_children(), _environment({"PYTHONWARNINGS": "ignore:resource_tracker"}):
             multiprocessing.resource_tracker.ensure_running()  # unblocks them, after its start

@@ -26,7 +26,7 @@ BUDGET = {
     "models": 7614,
     "compat": 7047,
     "zero": 5870,
-    "grid": 4830,
+    "grid": 4832,
     "train": 4336,
     "cli": 3457,
     "data": 2249,
