@@ -53,7 +53,7 @@ def describe(value: Any) -> str:
         return "a section {...}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = repr(list(value) if isinstance(value, tuple) else value)
+    text = repr(list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value)
     return text if len(text) < 60 else f"{text[:57]}..."
 
 

@@ -8,11 +8,13 @@ import json
 import os
 import stat
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from .errors import ConfigError
 
+PICTURES = (".png", ".svg", ".pdf")  # endings of what matplotlib draws
 # Pipes that a shell opened for this process: `triax schedule <(...)`.
 _GIVEN = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 
@@ -34,6 +36,25 @@ def open_file(path: str | Path) -> BinaryIO:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     kind = "a FIFO" if stat.S_ISFIFO(mode) else "a device"
     raise OSError(errno.EINVAL, f"It is {kind}, but a regular file is required", str(path))
+
+
+def check_output(path: Path, endings: Sequence[str]) -> None:
+    """Check that a file can be written, before the work for it begins.
+
+    Raises:
+        ValueError: the path has none of the ``endings``, its folder does not exist, or it is a folder.
+    """
+    if not path.name.endswith(tuple(endings)):
+        raise ValueError(f"{path} must end in {', '.join(endings[:-1])}{' or ' * (len(endings) > 1)}{endings[-1]}")
+    if not path.parent.is_dir():
+        made = next((each for each in path.parents if each.exists()), path.parent)
+        raise ValueError(
+            f"{made} is a file, not a folder: give another path than {path}"
+            if made.is_file()
+            else f"there is no folder {path.parent} for {path.name}: type mkdir -p {path.parent}"
+        )
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give the path of a file")
 
 
 def read_bytes(path: str | Path) -> bytes:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..base.errors import CheckpointError, ConfigError, escaped
-from ..base.files import read_text
+from ..base.files import check_output, read_text
 from .foreign_options import Command
 from .output import echo
 from .verbs import CommandGroup
@@ -121,6 +121,8 @@ def export(
             f"The format safetensors writes one file, but {target} does not end in .safetensors. Give "
             f"{target.with_suffix('.safetensors')}, or --format hf for a folder."
         )
+    if plain:
+        check_output(target, (".safetensors",))
     if plain and (config is not None or merge_lora or tokenizer is not None):
         option = "--merge-lora" if merge_lora else "--config" if config is not None else "--tokenizer"
         raise ConfigError(f"You gave {option}, but it is used only with --format hf. Leave it out, or add --format hf.")

@@ -30,7 +30,7 @@ class FitFlags(Options):
     """Flags of ``triax plan fit``."""
 
     machine: str = option("h100-80g", "The description to start from: a100-80g, h100-80g, h200, b200, or a file.")
-    write: Path | None = option(None, "Write the machine file (.json) with the fitted efficiencies.")
+    write: Path | None = option(None, "Write the machine file (.json) with the fitted efficiencies.", writes=(".json",))
     json: bool = option(False, "Print one JSON object.")
 
 
@@ -45,8 +45,6 @@ def fit(
     from ..plugins.plan.machine import machine as machine_of
 
     write = flags.write
-    if write is not None and write.suffix != ".json":
-        raise ValueError(f"--write is {write}, but the machine file of triax plan fit must end in .json.")
     start, runs = machine_of(flags.machine), read_runs(path)
     result, errors = fitted(start, runs, path.name)
     if write is not None:

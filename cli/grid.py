@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import typer
 
 from ..base.errors import ConfigError, to_install
+from ..base.files import PICTURES
 from ..base.tables import table, terminal
 from ..grid.topology import Topology
 from ..options.base import Options, option
@@ -53,7 +54,7 @@ class GridFlags(Options):
     expert: int = option(1, "Size of the expert axis: the shards of a layer's experts.", least=1)
     layers: int = option(8, "Layers of the model.", least=1)
     zero: int = option(0, "ZeRO stage.", least=0, most=3)
-    plot: Path | None = option(None, "Draw to this .png, .svg or .pdf file.")
+    plot: Path | None = option(None, "Draw to this .png, .svg or .pdf file.", writes=PICTURES)
     json: bool = option(False, "Print one JSON object.")
 
 
@@ -69,8 +70,6 @@ def grid(flags: GridFlags) -> None:
     if plot is not None:
         if len(ranks) > LISTED:
             raise ConfigError(f"You asked for a picture of {len(ranks)} ranks, but a picture shows at most {LISTED}.")
-        if plot.suffix not in (".png", ".svg", ".pdf"):
-            raise ConfigError(f"--plot is {plot}, but it must end in .png, .svg or .pdf.")
         try:
             _draw(topology, ranks, cuts, flags.zero, plot)
         except ImportError as error:

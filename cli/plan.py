@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from ..base.errors import ConfigError
+from ..base.files import PICTURES, check_output
 from ..options.base import REQUIRED, Options, option
 from .fit import fit
 from .flags import one_line_errors, with_flags
@@ -80,15 +81,20 @@ class SearchFlags(RunFlags):
     tokens: str | None = option(None, "Tokens of the whole run, such as 1T: prints its days.")
     time: str | None = option(None, "Time of the whole run, such as 3d: prints its tokens.")
     top: int = option(10, "Number of layouts to list.", least=1)
-    write: Path | None = option(None, "Write a training file (.yaml) of the best layout.")
+    write: Path | None = option(None, "Write a training file (.yaml) of the best layout.", writes=(".yaml", ".yml"))
     sbatch: Path | None = option(
-        None, "With --write: write a Slurm script that runs the training file, too.", needs="write"
+        None,
+        "With --write: write a Slurm script that runs the training file, too.",
+        needs="write",
+        writes=("",),
     )
     layer_costs: Path | None = option(
-        None, "Write the costs of each layer of the best layout to this .json file, for triax schedule cuts."
+        None,
+        "Write the costs of each layer of the best layout to this .json file, for triax schedule cuts.",
+        writes=(".json",),
     )
-    plot: Path | None = option(None, "Draw memory and time to this .png, .svg or .pdf file.")
-    html: Path | None = option(None, "Write a page with the table and the bars.")
+    plot: Path | None = option(None, "Draw memory and time to this .png, .svg or .pdf file.", writes=PICTURES)
+    html: Path | None = option(None, "Write a page with the table and the bars.", writes=(".html",))
 
 
 class _PlannedRun(NamedTuple):
@@ -190,8 +196,7 @@ def compare(
 @one_line_errors
 def measure(file: Annotated[Path, typer.Argument(help="File to write (.json), for --machine.")]) -> None:
     """Time this machine for a minute, and write its description."""
-    if file.suffix != ".json":
-        raise ValueError(f"triax plan measure writes {file}, but it must end in .json.")
+    check_output(file, (".json",))
     from ..plugins.plan.measure_machine import measure as timed  # imports torch
 
     profile = timed(file.stem, say=lambda line: typer.echo(line, err=True))

@@ -7,8 +7,6 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .plan_inputs import TRAINING_FILES
-
 if TYPE_CHECKING:
     from ..plugins.plan.parallel_layout import ParallelLayout
     from ..plugins.plan.work import Work
@@ -26,8 +24,6 @@ def write_training_file(
     from ..plugins.plan.cost import CostModel
     from ..plugins.plan.parallel_layout import RECOMPUTATION
 
-    if path.suffix not in TRAINING_FILES[:2]:
-        raise ValueError(f"--write is {path}, but it must end in .yaml.")
     if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(_WRITTEN):
         raise ValueError(f"--write is {path}, which exists and is not a file of triax plan. Give another name.")
     if layout.recompute not in RECOMPUTATION or work.products:

@@ -19,7 +19,9 @@ class ReportFlags(Options):
     """Flags of ``triax report``."""
 
     output: Path | None = option(
-        None, "File to write. Default: report.html, or comparison.html, in the folder of the first run."
+        None,
+        "File to write. Default: report.html, or comparison.html, in the folder of the first run.",
+        writes=(".html",),
     )
     serve: bool = option(False, "Serve the page to a browser on this machine while the run continues.")
     port: int = option(0, "With --serve: port; 0: a free one.", least=0, most=65535, needs="serve")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..base.files import PICTURES
 from ..base.tables import terminal
 from ..options.base import Options, option
 from ..pipe.program.critical import CriticalPath
@@ -19,7 +20,7 @@ from ..pipe.program.pairs import pair_pass
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Simulation, simulate
 from ..pipe.program.verify import verify
-from ..pipe.schedules.choose import NAMES, make_schedule, schedule_names, write_schedule
+from ..pipe.schedules.choose import FILES, NAMES, make_schedule, schedule_names, write_schedule
 from ..pipe.schedules.registry import RECIPES
 from .cuts import cuts
 from .flags import one_line_errors, with_flags
@@ -27,8 +28,6 @@ from .foreign_options import Command
 from .schedule_flags import ChangeFlags, ScheduleFlags, tuned
 from .schedule_text import comparison, report, row_report, summary, title
 from .verbs import VerbGroup
-
-PICTURES = (".png", ".svg", ".pdf")
 
 schedule = typer.Typer(
     name="schedule",
@@ -54,23 +53,13 @@ Shown = Annotated[
 class OutputFlags(Options):
     """Outputs of ``triax schedule compare``."""
 
-    plot: Path | None = option(None, "Draw to this .png, .svg or .pdf file.")
+    plot: Path | None = option(None, "Draw to this .png, .svg or .pdf file.", writes=PICTURES)
     json: bool = option(False, "Print one JSON object.")
 
     def draw(self, results: list[Simulation], titles: list[str], paths: Any = None) -> None:
-        """Draw simulations to the file of ``plot``; ``paths``: the critical path of each.
-
-        Raises:
-            ValueError: the file cannot be such a picture.
-        """
-        file = self.plot
-        if file is None:
-            return
-        if not file.parent.is_dir():
-            raise ValueError(f"--plot is {file}, but there is no folder {file.parent}: mkdir -p {file.parent}")
-        if file.suffix not in PICTURES:
-            raise ValueError(f"--plot is {file}, but it must end in {', '.join(PICTURES)}.")
-        picture([result.timeline for result in results], file, titles, paths=paths)
+        """Draw simulations to the file of ``plot``; ``paths``: the critical path of each."""
+        if self.plot is not None:
+            picture([result.timeline for result in results], self.plot, titles, paths=paths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +67,16 @@ class ShowOutputFlags(OutputFlags):
     """Outputs of ``triax schedule show``."""
 
     plot: Path | None = option(
-        None, "Draw to this .png, .svg or .pdf file, or write a Chrome trace to this .json file."
+        None,
+        "Draw to this .png, .svg or .pdf file, or write a Chrome trace to this .json file.",
+        writes=(*PICTURES, ".json"),
     )
     critical: bool = option(False, "With --plot: draw a line along the critical path.", needs="plot")
     write: Path | None = option(
         None,
         "Write the schedule to this file: .csv for torch's pipelining, .txt as the zero-bubble repository prints it, "
         "or .json.",
+        writes=FILES,
     )
 
 
@@ -96,7 +88,7 @@ def show(name: Shown, changes: ChangeFlags, outputs: ShowOutputFlags) -> None:
     chosen, costs = changes.made(name), changes.times
     result = simulate(chosen, costs, changes.keep_gathered)
     path = CriticalPath(chosen, costs, changes.keep_gathered).path
-    if outputs.plot is not None and outputs.plot.suffix == ".json" and outputs.plot.parent.is_dir():
+    if outputs.plot is not None and outputs.plot.suffix == ".json":
         outputs.plot.write_text(json.dumps(chrome_trace(result.timeline)), encoding="utf-8")
     else:
         outputs.draw([result], [title(chosen, costs)], [path] if outputs.critical else None)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_o
 
 from ..base.checks import check_number
 from ..base.errors import describe, nearest
+from ..base.files import check_output
 from ..base.option_error import Note, OptionError, join, refusal, together
 
 _WORDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
@@ -38,6 +39,7 @@ def option(
     most: float | None = None,
     below: float | None = None,
     needs: str | None = None,
+    writes: tuple[str, ...] = (),
     flags: tuple[str, ...] = (),
 ) -> Any:
     """Declare an option.
@@ -49,6 +51,7 @@ def option(
         least, most: the smallest and the largest value.
         above, below: numbers that the value must be above or below.
         needs: option of the same section without which this one has no effect.
+        writes: endings of the file to write, whose folder must exist; "" for any.
         flags: names on the command line, if not that of the option.
     """
     limits = {"least": least, "above": above, "most": most, "below": below}
@@ -56,6 +59,7 @@ def option(
         "doc": doc,
         "read": read,
         "needs": needs,
+        "writes": writes,
         "flags": flags,
         "limits": {k: limit for k, limit in limits.items() if limit is not None},
     }
@@ -216,6 +220,8 @@ def check_options(section: Any) -> None:
         try:
             checked = converted(value, hints[each.name])
             check_limits(checked, each.metadata["limits"])
+            if checked is not None and each.metadata["writes"]:
+                check_output(checked, each.metadata["writes"])
         except OptionError as error:
             problems.append(error.within(each.name))
         except ValueError as error:

@@ -40,7 +40,7 @@ class LaunchOptions(Options):
         None, "Threads per process. Default: OMP_NUM_THREADS, or a share of the cores.", least=1
     )
     timeline: Path | None = option(
-        None, "Write a trace of all ranks to this file, for ui.perfetto.dev. Survives crashes."
+        None, "Write a trace of all ranks to this file, for ui.perfetto.dev. Survives crashes.", writes=("",)
     )
     lost_after: float = option(15.0, "Seconds of silence after which a host is lost.", least=3)
     grace: float = option(30.0, "Seconds for ranks to save and exit after SIGTERM.", least=0)

@@ -56,10 +56,7 @@ def picture(layouts: Sequence[Mapping[str, Any]], path: Path, limit_gib: float, 
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: another ending.
     """
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--plot is {path}, but it must end in .png, .svg or .pdf.")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

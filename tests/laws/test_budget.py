@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.import_reader import library  # found by the line above
 
 BUDGET = {
-    "plugins": 9745,
-    "engine": 8543,
+    "plugins": 9743,
+    "engine": 8542,
     "pipe": 7630,
     "models": 7614,
     "compat": 7047,
@@ -32,11 +32,11 @@ BUDGET = {
     "data": 2249,
     "tensor_parallel": 2231,
     "checkpoint": 2199,
-    "options": 1574,
+    "options": 1579,
     "inference": 1519,
     "testing": 1456,
     "context": 1455,
-    "base": 1429,
+    "base": 1443,
     "moe": 1117,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -99,7 +99,6 @@ def recorded(file: Path | None, node: int) -> Iterator[dict[str, str]]:
         file = file.with_name(f"{file.stem}.host-{node}{file.suffix}")
     file = file.absolute()
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(prefix=f"{file.name}.parts-", dir=file.parent)
     except OSError as error:
         raise ConfigError(f"--timeline {file} cannot be written: {error}") from error

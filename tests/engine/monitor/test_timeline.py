@@ -325,6 +325,7 @@ def launched(folder: Path, *command: str) -> str:
 
 
 def test_horovods_example_writes_a_timeline_under_triax_run(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
     launched(tmp_path, sys.executable, "-m", "triax.cli.main", "run", "--nproc", "2", "--timeline", "out/timeline.json")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["timeline.json"]
     trace = json.loads((tmp_path / "out" / "timeline.json").read_text())
@@ -358,17 +359,3 @@ def test_triax_run_writes_a_timeline_when_a_rank_is_killed(tmp_path: Path) -> No
     done = subprocess.run([*words, "no"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0 and "no rank made a triax.Grid" in done.stderr
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == []
-
-
-def test_a_timeline_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from triax.base.errors import ConfigError
-    from triax.cli.main import app
-
-    (tmp_path / "script.py").write_text("print('hello')\n")
-    (tmp_path / "file").touch()
-    result = CliRunner().invoke(
-        app, ["run", "--timeline", str(tmp_path / "file" / "t.json"), str(tmp_path / "script.py")]
-    )
-    assert isinstance(result.exception, ConfigError) and "cannot be written" in str(result.exception)
