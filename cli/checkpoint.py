@@ -319,6 +319,8 @@ def _open(where: str) -> Reader:
             tag, note = (None, "") if isinstance(path, Path) and not path.is_dir() else last(path)
             if note:
                 echo(note, err=True)
+            if tag is None and isinstance(path, Path) and not path.exists():
+                raise ConfigError(f"there is no folder {path}")
             if tag is None:
                 raise ConfigError(f"{path} is not a checkpoint: it has no {NAME}, and no file 'latest' that names one.")
             found_at = readable_path(path, tag)

@@ -62,6 +62,7 @@ app = typer.Typer(
     help="Train models in three dimensions: pipe, tensor and data. Begin with triax demo.",
     epilog=f"Pages such as docs/launch.md, which help texts and messages name, are in {Path(__file__).parents[1]}.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 

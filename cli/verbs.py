@@ -29,7 +29,7 @@ class VerbGroup(CommandGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; flags, and a word that is no verb, are those of the first verb."""
         takes_words = any(param.param_type_name == "argument" for param in self.first.params)
-        if args and args[0] not in (*self.commands, "--help") and (args[0].startswith("-") or takes_words):
+        if args and args[0] not in (*self.commands, "-h", "--help") and (args[0].startswith("-") or takes_words):
             args = [str(self.first.name), *args]
         return super().parse_args(ctx, args)
 

@@ -20,6 +20,8 @@ PLAN = ("--model", "bytes-tiny", "--gpus", "4", "--batch", "8", "--top", "1", "-
         (("schedule", "1f1b", "--json"), ("schedule", "show", "1f1b", "--json")),
         (("schedule", "--json", "1f1b"), ("schedule", "show", "1f1b", "--json")),
         (("schedule", "1f1b", "--help"), ("schedule", "show", "--help")),
+        (("schedule", "-h"), ("schedule", "--help")),
+        (("train", "-h"), ("train", "--help")),
     ],
 )
 def test_commands_work_without_their_first_verb(short: tuple[str, ...], whole: tuple[str, ...]) -> None:

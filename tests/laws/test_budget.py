@@ -28,7 +28,7 @@ BUDGET = {
     "zero": 5870,
     "grid": 4832,
     "train": 4336,
-    "cli": 3457,
+    "cli": 3460,
     "data": 2249,
     "tensor_parallel": 2231,
     "checkpoint": 2199,
