@@ -33,6 +33,8 @@ def attach(package: str, file: str) -> tuple[Callable[[str], object], Callable[[
 
     def get(name: str) -> object:
         if name not in homes:
+            if name.startswith("_"):  # a program that looks through all modules asks for such names, and reads no hint
+                raise AttributeError(f"module {package!r} has no attribute {name!r}")
             # Imported here, so that importing a package imports nothing else.
             from .errors import nearest
             from .moved import moved
