@@ -221,7 +221,20 @@ def _storage(memory: torch.UntypedStorage) -> Any:
 def _own(storage: Any, memory: torch.UntypedStorage) -> None:
     storage._memory, storage._uses = memory, Uses(DEVICE.order.current)
     DEVICE.count(memory.nbytes())
-    weakref.finalize(memory, DEVICE.release, memory.nbytes(), storage._uses)
+    owner: Any = memory
+    owner._release = Release(memory.nbytes(), storage._uses)
+
+
+class Release:
+    """What is released with the memory that holds it. (``weakref.finalize`` takes five times as long.)"""
+
+    __slots__ = ("size", "uses")
+
+    def __init__(self, size: int, uses: Uses) -> None:
+        self.size, self.uses = size, uses
+
+    def __del__(self) -> None:
+        DEVICE.release(self.size, self.uses)
 
 
 def _resize(storage: Any, size: int) -> None:
