@@ -137,9 +137,9 @@ class SimulatedDevice:
         if count := tensor.numel():
             if not tensor.is_contiguous():
                 pairs = zip(tensor.size(), tensor.stride(), strict=True)
-                count = 1 + sum((size - 1) * stride for size, stride in pairs)
+                count = int(1 + sum((size - 1) * stride for size, stride in pairs))
             storage: Any = tensor.untyped_storage()
-            start = tensor.storage_offset() * (width := tensor.element_size())
+            start = int(tensor.storage_offset()) * (width := tensor.element_size())
             self._note(self.order.access(storage._uses, start, start + count * width, write, place()))
 
     def release(self, size: int, uses: Uses) -> None:
