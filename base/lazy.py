@@ -39,12 +39,12 @@ def attach(package: str, file: str) -> tuple[Callable[[str], object], Callable[[
 
             with suppress(KeyError):
                 return moved(package, name)
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; {nearest(name, homes)}")
+            # Programs that look through modules, as pytest does, ask for names with an underscore, and read no hint.
+            hint = "" if name.startswith("_") else f"; {nearest(name, homes)}"
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         module, attribute = homes[name]
-        if module.strip("."):
-            found = importlib.import_module(module, package)
-            if hasattr(found, attribute):
-                return getattr(found, attribute)
+        if module.strip(".") and hasattr(found := importlib.import_module(module, package), attribute):
+            return getattr(found, attribute)
         return importlib.import_module(f"{module.rstrip('.')}.{attribute}", package)
 
     return get, lambda: sorted(listed), sorted(listed)

@@ -58,7 +58,7 @@ checkpoint: false
 monitor: {trace: false}
 batch:
   size: 4
-  microbatch: 1
+  microbatch: 2
 optimizer: {type: SGD, decays: all}
 precision: fp64
 """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support.import_reader import walk
 from support.paths import ROOT
 
 Place = tuple[str, str]  # file, name of a function or class in it
@@ -27,7 +28,7 @@ class Definitions:
         self._imported: dict[Place, Place] = {}
         for path in sorted(root.glob("tests/**/*.py")):
             file = str(path.relative_to(root / "tests"))
-            for node in ast.walk(ast.parse(path.read_bytes())):
+            for node in walk(ast.parse(path.read_bytes())):
                 if isinstance(node, ast.FunctionDef | ast.ClassDef):
                     self.functions[file, node.name] = node
                 elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -39,12 +40,13 @@ class Definitions:
     def can_fail(self, place: Place, seen: set[Place]) -> bool:
         """Return True if a function asserts, raises, or names a function of the tests that does."""
         seen.add(place)
-        nodes = list(ast.walk(self.functions[place]))
+        nodes = walk(self.functions[place])
         names = [node.id for node in nodes if isinstance(node, ast.Name)]
         names += [node.attr for node in nodes if isinstance(node, ast.Attribute)]
         if any(isinstance(node, ast.Assert | ast.Raise) for node in nodes) or RAISES & {*names}:
             return True
-        if "check=True" in map(ast.unparse, (node for node in nodes if isinstance(node, ast.keyword))):
+        keywords = [node for node in nodes if isinstance(node, ast.keyword) and node.arg == "check"]
+        if "check=True" in map(ast.unparse, keywords):
             return True  # subprocess.run raises
         places = [(place[0], name) for name in names]
         places = [self._imported.get(other, other) for other in places]
@@ -70,8 +72,9 @@ def weak_tests(root: Path) -> Iterator[str]:
     tests = Definitions(root)
     for (file, name), node in tests.functions.items():
         if name.startswith("test_") and isinstance(node, ast.FunctionDef):
-            asserts = [each for each in ast.walk(node) if isinstance(each, ast.Assert)]
-            raises = any(isinstance(each, ast.Attribute) and each.attr in RAISES for each in ast.walk(node))
+            nodes = walk(node)
+            asserts = [each for each in nodes if isinstance(each, ast.Assert)]
+            raises = any(isinstance(each, ast.Attribute) and each.attr in RAISES for each in nodes)
             if not tests.can_fail((file, name), set()):
                 yield f"tests/{file}: {name} asserts nothing"
             elif asserts and not raises and all(holds_always(each.test) for each in asserts):

@@ -22,6 +22,7 @@ from support.import_reader import (
     library,
     needs_no_torch,
     part,
+    walk,
 )
 from support.paths import ROOT
 
@@ -165,17 +166,19 @@ def bad_habits(root: Path) -> Iterator[str]:
                 yield f"{file}:{found.line} uses torch.cuda: only grid/ knows devices"
             if found.target in ("os.environ", "os.getenv") and file not in READ_ENVIRONMENT:
                 yield f"{file}:{found.line} reads the environment: only {', '.join(READ_ENVIRONMENT)} do"
-        for node in ast.walk(tree):
+        for node in walk(tree):
             line = getattr(node, "lineno", 0)
-            if isinstance(node, ast.Attribute):
+            if isinstance(node, ast.Attribute) and node.attr in ("cuda", "environ", "getenv", "putenv"):
                 name = ast.unparse(node)
                 if name == "torch.cuda" and not file.startswith("grid/"):
                     yield f"{file}:{line} uses torch.cuda: only grid/ knows devices"
                 if name in ("os.environ", "os.getenv", "os.putenv") and file not in READ_ENVIRONMENT:
                     yield f"{file}:{line} reads the environment: only {', '.join(READ_ENVIRONMENT)} do"
             if isinstance(node, ast.Call):
-                options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                if ast.unparse(node.func) == "torch.load" and options.get("weights_only") != "True":
+                named = [each for each in node.keywords if each.arg in ("weights_only", "allow_pickle")]
+                options = {keyword.arg: ast.unparse(keyword.value) for keyword in named}
+                is_load = isinstance(node.func, ast.Attribute) and node.func.attr == "load"
+                if is_load and ast.unparse(node.func) == "torch.load" and options.get("weights_only") != "True":
                     yield f"{file}:{line} calls torch.load, which unpickles: use safetensors"
                 if options.get("allow_pickle", "False") != "False":
                     yield f"{file}:{line} allows pickle"
@@ -183,17 +186,17 @@ def bad_habits(root: Path) -> Iterator[str]:
                 yield f"{file}:{line} writes a global: nothing of the library is global"
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 for argument, default in _defaults(node.args):
-                    if argument == "group" and default == "None":
+                    if argument == "group" and ast.unparse(default) == "None":
                         yield f"{file}:{line} has group=None, a way back to a global group: take a Grid or an Axis"
 
 
-def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, str]]:
+def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
     positional = [*arguments.posonlyargs, *arguments.args]
     for argument, default in zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults):
-        yield argument.arg, ast.unparse(default)
+        yield argument.arg, default
     for argument, value in zip(arguments.kwonlyargs, arguments.kw_defaults):
         if value is not None:
-            yield argument.arg, ast.unparse(value)
+            yield argument.arg, value
 
 
 RULES = [bad_arrows, bad_circles, bad_names_aside, bad_dependencies, bad_habits]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.import_reader import library
+from support.import_reader import library, statements, walk
 from support.paths import ROOT
 
 # First words of a docstring that do not name the thing: relative clauses, pronouns, references to another docstring.
@@ -54,8 +54,8 @@ def mutable_globals(root: Path) -> Iterator[str]:
         }
         if not names:
             continue
-        for function in (node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)):
-            nodes = list(ast.walk(function))
+        for function in (node for node in walk(tree) if isinstance(node, FUNCTIONS)):
+            nodes = walk(function)
             local = {node.arg for node in nodes if isinstance(node, ast.arg)}
             local |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
             shared = names - local - {*CONTEXTS.get(file, ())}
@@ -74,7 +74,7 @@ def mutable_globals(root: Path) -> Iterator[str]:
 
 def docstrings(root: Path) -> Iterator[tuple[str, str]]:
     for file in library(root):
-        for node in ast.walk(ast.parse((root / file).read_bytes())):
+        for node in statements(ast.parse((root / file).read_bytes())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node)
                 if text:

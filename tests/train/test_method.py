@@ -100,8 +100,8 @@ def test_dpo_sft_and_kto_runs_on_grids_equal_the_reference(
 ) -> None:
     """pipe 2 x tensor 2; then data 2 with ZeRO 2, stopped after a step and resumed on context 2."""
     (losses,) = ranks(1, reference, str(place), method, timeout=300)
-    wanted = losses, place / method / "last"
-    same_run(ranks, place, method, f"a-{method}", *wanted, (4, f"grid={{pipe: 2, tensor: 2}}; schedule={schedule}"))
+    wanted, grid = (losses, place / method / "last"), "grid={pipe: 2, tensor: 2}; batch.microbatch=2"
+    same_run(ranks, place, method, f"a-{method}", *wanted, (4, f"{grid}; schedule={schedule}"))
     parts = (2, f"zero=2; {STOP}"), (2, "grid.context=2; batch.microbatch=2")
     same_run(ranks, place, method, f"b-{method}", *wanted, *parts)
 

@@ -22,7 +22,7 @@ from triax.zero.stored_state import code_values, kind_of_state, stored_state
 from support.toys import error_text
 from support.training import assert_steps_equal, microbatches, pipeline_engine, text_batches, tiny_gpt, train
 
-WIDTH, ROWS, STEPS = 256, 8, 3
+WIDTH, ROWS, MICROBATCH, STEPS = 256, 8, 2, 2
 
 
 def test_stored_state_codes_equal_those_of_bitsandbytes() -> None:
@@ -81,14 +81,14 @@ def weighted_sum(outputs: Tensor, labels: Tensor) -> Tensor:
 def branches_engine(grid: Grid, kind: Any, zero: dict[str, Any], name: str = "AdamW") -> Any:
     module = PipelineModule([LayerSpec(Branches)], grid=grid, loss_fn=weighted_sum, seed=5)
     optimizer = triax.Optimizer(name, lr=0.01, state=kind)
-    return triax.Engine(module, optimizer=optimizer, batch=triax.Batch(size=ROWS, microbatch=1), zero=zero)
+    return triax.Engine(module, optimizer=optimizer, batch=triax.Batch(size=ROWS, microbatch=MICROBATCH), zero=zero)
 
 
 def exact_batches(grid: Grid, steps: int) -> Any:
     """Integers, whose products and sums are exact in fp32: every grid has the gradients of one process, bit by bit."""
     generator = torch.Generator().manual_seed(4)
     values = torch.randint(-8, 9, (steps, 2, ROWS, WIDTH), generator=generator).float()
-    return microbatches(grid, [tuple(step) for step in values])
+    return microbatches(grid, [tuple(step) for step in values], MICROBATCH)
 
 
 def saved_state(folder: Path) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ def trained(folder: Path, cells: list[tuple[int, str, dict[str, Any]]], resumed:
         engine, data = branches_engine(grid, kind, zero), exact_batches(grid, 2 * STEPS)
         if resumed is not None:
             engine.load_checkpoint(resumed / kind)
-            for _ in range(STEPS * ROWS // grid.data.size):
+            for _ in range(STEPS * ROWS // grid.data.size // MICROBATCH):
                 next(data)
         for _ in range(STEPS):
             engine.train_batch(data)
@@ -197,7 +197,7 @@ def moved_between_kinds(folder: str, kinds: list[str | None]) -> list[dict[str, 
             engine = triax.Engine(
                 PipelineModule([LayerSpec(Branches)], loss_fn=weighted_sum, seed=5),
                 optimizer=triax.Optimizer("AdamW", lr=0.01),
-                batch=triax.Batch(size=ROWS, microbatch=1),
+                batch=triax.Batch(size=ROWS, microbatch=MICROBATCH),
             )
         if number:
             engine.load_checkpoint(Path(folder) / str(number - 1))

@@ -23,7 +23,7 @@ from triax.grid.ranges import split
 from triax.train.methods import RemoteTeacher, distill_loss, serve_teacher, with_teacher
 
 from support.paths import DOCS
-from support.processes import free_port, program, started
+from support.processes import TRIAX, free_port, program, started
 from support.readme_blocks import programs
 from support.trl_in_float64 import exact
 
@@ -140,7 +140,7 @@ def test_a_remote_teacher_gives_the_loss_of_the_equations(ranks: Any, tmp_path: 
     wanted[K] = (t * (t / s).log()).sum(-1).mean().item()
     (tmp_path / "teacher.py").write_text(TEACHER)
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(5)]
-    command = [*TORCHRUN, "--master-port", free_port(), tmp_path / "teacher.py", folder, axis, *addresses]
+    command = [*TRIAX, "run", "--nproc", 2, tmp_path / "teacher.py", folder, axis, *addresses]
     with started(*command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}) as teacher:
         try:
             for address, axes in zip(addresses, ({"pipe": 2, "tensor": 2}, {"data": 2}, {"context": 2}), strict=False):
