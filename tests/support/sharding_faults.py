@@ -28,7 +28,6 @@ from triax.grid.comm.regions import (
 from triax.grid.layout import set_layout
 from triax.grid.randomness.random import Normal, sharded_parameter
 from triax.grid.ranges import split
-from triax.moe import MoE
 
 WIDTH, TOKENS, ROWS = 8, 8, 2
 # Name -> the axis.
@@ -151,8 +150,7 @@ class TensorLayer(nn.Module):
         if self.name == "sliced_by_hand":
             start, stop = split(WIDTH, axis.size, axis.rank)
             mine = entered[..., start:stop] if wrong else split_gather(entered, axis)
-            h = torch.cat([h, h], -1)[..., : mine.shape[-1]] * mine
-            h = torch.cat([h, h], -1)
+            h = h * torch.stack([mine, -mine], -1).flatten(-2)
         y = F.linear(h, self.down)
         if wrong == "bias_before_sum":
             return entered + all_reduce_copy(y + self.bias, axis)
@@ -287,12 +285,11 @@ class DataLayer(nn.Module):
 
 
 class ExpertLayer(nn.Module):
-    """Experts on the ranks of the expert axis, of which each token takes one."""
+    """Experts on the ranks of the expert axis, each of which takes all tokens."""
 
     def __init__(self, name: str, right: bool, *, grid: Grid) -> None:
         super().__init__()
         self.name, self.wrong, self.axis = name, "" if right else name, grid.expert
-        self.moe = MoE(WIDTH, 4, 2, width=WIDTH, grid=grid, init=Normal(0.3))
         start, stop = split(4, grid.expert.size, grid.expert.rank)
         layout = Layout((4, WIDTH, WIDTH), expert_dim=0)
         own = sharded_parameter(layout, Normal(0.3), 0, 1, expert=(grid.expert.rank, grid.expert.size))
@@ -302,11 +299,8 @@ class ExpertLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the experts: (B, T, D) -> (B, T, D)."""
-        if not self.wrong and self.name == "rows_not_exchanged":
-            y: Tensor = x + self.moe(x)
-            return y
-        if self.name == "experts_without_layout":  # this rank's experts on rows from all ranks
-            rows = gather_reduce_scatter(x, self.axis, dim=0)
-            made = torch.einsum("btd,edf->ebtf", rows, self.own)
-            return x + reduce_scatter_gather(made.sum(0), self.axis, dim=0)
-        return x + torch.einsum("btd,edf->ebtf", x, self.own).sum(0)
+        if self.wrong == "rows_not_exchanged":
+            return x + torch.einsum("btd,edf->ebtf", x, self.own).sum(0)
+        rows = gather_reduce_scatter(x, self.axis, dim=0)  # this rank's experts on rows from all ranks
+        made = torch.einsum("btd,edf->ebtf", rows, self.own)
+        return x + reduce_scatter_gather(made.sum(0), self.axis, dim=0)
