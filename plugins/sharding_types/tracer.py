@@ -1,0 +1,427 @@
+"""Types of all tensors of one rank's forward pass: modes that see each op, border and collective, and type its results.
+
+A tensor is known by its place in its storage, so that aliases have one type. What a rank computes from its own rank
+shows in the numbers of its ops (the bounds of a slice, the start of an ``arange``), which are compared with those that
+another rank of the axis has noted before at the same line.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...base.nest import tensors_of
+from ...base.torch_private import TorchDispatchMode, storage_id
+from ...context.order import gather
+from ...grid import layout_of
+from ...grid.comm.axis import Axis
+from ...grid.comm.regions import border
+from ...pipe.module import PipelineModule
+from ...tensor_parallel.column import column_linears
+from ..dry_run.places import owner
+from ..dry_run.values import known
+from .borders import crossed
+from .group import TypedGroup
+from .rules import CREATE, NUMBERED, Call, judged
+from .sharding import CONSTANT, INVARIANT, PARTIAL, REPLICATED, VARYING, Sharding, varying
+
+_HERE = str(Path(__file__).parent)
+Types = dict[str, Sharding]  # by axis
+_Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Op whose inputs do not fit.
+
+    Attributes:
+        axis: the axis.
+        layer: name of the layer.
+        place: file and line of the user's code, and the line.
+        op: the op.
+        arrived, missing, mend: the types of its inputs, what is missing, and what mends it.
+    """
+
+    axis: str
+    layer: str
+    place: str
+    op: str
+    arrived: str
+    missing: str
+    mend: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layer}, axis {self.axis}: {self.place}\n  {self.op} is given {self.arrived}\n"
+            f"  missing: {self.missing}\n  mend: {self.mend}"
+        )
+
+
+class Tracer:
+    """Types of one rank's tensors.
+
+    Args:
+        axes: the axes of several ranks.
+        others: axis -> what another rank of this axis has noted; empty for a rank that only notes.
+
+    Attributes:
+        findings: ops whose inputs do not fit, the first of each line.
+        noted: numbers of each op, by layer, line and how often this line has called it.
+        layer: name of the layer that runs.
+    """
+
+    def __init__(self, axes: Sequence[str], others: Mapping[str, Mapping[Any, Any]]) -> None:
+        self.axes, self.others = axes, others
+        self.findings: list[Finding] = []
+        self.noted: dict[Any, Any] = {}
+        self.layer = ""
+        self._counts: Counter[Any] = Counter()
+        self._types: dict[_Key, Types] = {}
+        self._places: dict[int, list[_Key]] = {}
+        self._kept: list[Any] = []  # so that no storage's number is used twice
+        self._nodes: dict[Any, dict[str, str]] = {}
+        self._states: dict[int, str] = {}  # storages of parameters and buffers
+        self._tracked: set[_Key] = set()  # tensors that need a gradient
+
+    def run(self) -> AbstractContextManager[Any]:
+        """Return the context in which ops are typed."""
+        stack = ExitStack()
+        stack.enter_context(_Functions(self))
+        stack.enter_context(_Ops(self))
+        return stack
+
+    # --------------------------------------------------------------------------------------------- what is known
+
+    def take(self, model: PipelineModule) -> None:
+        """Type the parameters and buffers of a model by their layouts."""
+        for name, parameter in model.named_parameters():
+            layout, types = layout_of(parameter), Types()
+            for axis in self.axes:
+                kind = REPLICATED
+                if axis == "tensor":
+                    kind = REPLICATED if layout.partial else INVARIANT
+                types[axis] = Sharding(kind, parameter=name)
+                if axis == "tensor" and layout.shard_dim is not None:
+                    types[axis] = varying({layout.shard_dim - len(layout.shape): 0}, parameter=name)
+                elif axis in ("expert", "data") and layout.expert_dim is not None and "expert" in self.axes:
+                    types[axis] = varying(role="experts" if axis == "expert" else "", parameter=name)
+            self.write(parameter, types)
+            self._states[storage_id(parameter.untyped_storage())] = f"parameter {name}"
+        for name, buffer in model.named_buffers():
+            self.write(buffer, {axis: Sharding() for axis in self.axes})
+            self._states[storage_id(buffer.untyped_storage())] = f"buffer {name}"
+
+    def take_inputs(self, values: Any) -> None:
+        """Type a microbatch: rows of this replica, whole on the ranks of the other axes."""
+        rows = varying(role="rows")
+        for tensor in tensors_of(values):
+            self.write(tensor, {axis: rows if axis in ("data", "expert") else Sharding() for axis in self.axes})
+
+    def read(self, tensor: Tensor) -> Types:
+        """Return the types of a tensor."""
+        key = _key(tensor)
+        found = self._types.get(key)
+        if found is None:
+            beside = [self._types[other] for other in self._places.get(key[0], ())]
+            found = {axis: _any_of([types[axis] for types in beside]) for axis in self.axes}
+            if not beside:
+                found = self._source(tensor)
+            self.write(tensor, found)
+        read = {axis: self._with_gradient(tensor, axis, each) for axis, each in found.items()}
+        if tensor.grad_fn is not None:
+            self._nodes[tensor.grad_fn] = {axis: each.kind for axis, each in read.items()}
+        return read
+
+    def write(self, tensor: Tensor, types: Types, in_place: bool = False) -> None:
+        """Set the types of a tensor; ``in_place``: of elements of a storage, of which other views exist."""
+        key = _key(tensor)
+        if key[0] not in self._places:
+            self._places[key[0]] = []
+            self._kept.append(tensor.untyped_storage())
+        if key not in self._types:
+            self._places[key[0]].append(key)
+        self._types[key] = types
+        if not in_place:
+            return
+        for other in self._places[key[0]]:
+            if other != key:
+                before = self._types[other]
+                self._types[other] = {
+                    axis: _written(before[axis], each, len(other[2]) == len(key[2])) for axis, each in types.items()
+                }
+
+    def _source(self, tensor: Tensor) -> Types:
+        """Return the types of a tensor that no op has made: equal, unless its values differ on another rank."""
+        values = known(tensor)
+        note = None if values is None or values.numel() > 4096 else str(values.detach().reshape(-1).tolist())
+        key = self._note("source", note)
+        return {
+            axis: varying() if self.others.get(axis, {}).get(key, note) != note else Sharding() for axis in self.axes
+        }
+
+    def _with_gradient(self, tensor: Tensor, axis: str, value: Sharding) -> Sharding:
+        """Return a type with the kind of gradient of a tensor that an autograd function has made."""
+        if not value.equal:
+            return value
+        if not tensor.requires_grad:
+            return replace(value, kind=CONSTANT)
+        if value.kind != CONSTANT:
+            return value
+        return replace(value, kind=self._kind_of(tensor.grad_fn, axis, 4) or INVARIANT)
+
+    def _kind_of(self, node: Any, axis: str, depth: int) -> str:
+        """Return the kind of an autograd function's equal result: that of its inputs; "" if they are not equal."""
+        if node is None or depth == 0:
+            return ""
+        if node in self._nodes:
+            kind = self._nodes[node][axis]
+            return kind if kind in (INVARIANT, REPLICATED) else ""
+        if hasattr(node, "variable"):
+            return self.read(node.variable)[axis].kind
+        kinds = {self._kind_of(source, axis, depth - 1) for source, _ in node.next_functions}
+        return INVARIANT if INVARIANT in kinds else REPLICATED if REPLICATED in kinds else ""
+
+    # -------------------------------------------------------------------------------------------------- what runs
+
+    def op(self, func: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        """Run an op, and type its results."""
+        full = func.overloadpacket.__name__
+        name = full.rstrip("_")
+        mutates = full.endswith("_") and bool(args)
+        numbers = str(_numbers(args) + _numbers(tuple(kwargs.values()))) if name in NUMBERED else None
+        key = self._note(name, numbers)
+        out = kwargs.get("out")
+        plain = {word: value for word, value in kwargs.items() if word != "out"}
+        inputs = [*tensors_of(list(args)), *tensors_of(list(plain.values()))]
+        if full == "copy_" or (mutates and name in CREATE):
+            inputs = inputs[1:]
+        given = [self.read(tensor) for tensor in inputs] if self.others else []
+        result = run()
+        if not self.others:
+            return result
+        outputs = list(tensors_of(result)) if not isinstance(result, (bool, int, float)) else []
+        enabled = torch.is_grad_enabled()
+        needs = [enabled and tensor.requires_grad for tensor in inputs]
+        types: Types = {}
+        for axis in self.axes:
+            differs = self.others.get(axis, {}).get(key, numbers) != numbers
+            call = self._call(name, args, plain, inputs, outputs, needs, axis, differs)
+            found = judged(call, [each[axis] for each in given])
+            types[axis] = found[0] if found else Sharding()
+        for tensor in outputs:
+            self.write(tensor, types, mutates or out is not None)
+            if any(needs):
+                self._tracked.add(_key(tensor))
+        if mutates and (state := self._states.get(storage_id(args[0].untyped_storage()))):
+            self._changed_state(name, state, types)
+        return result
+
+    def border(
+        self, result: Tensor, forward: str, backward: str, x: Tensor, axis: Axis, dim: int | None = None, *_: Any, **__: Any
+    ) -> Tensor:
+        """Type the result of a border; return it, as a tensor of its own."""
+        types, dim = self.read(x), -1 if dim is None else dim
+        result = result.clone() if forward == "copy" else result
+        for name in {axis.name, *(["data"] if axis.name == "expert" else [])} & set(self.axes):
+            dim = dim - x.dim() if dim >= 0 else dim
+            report = self.report(name, f"{forward}_{backward}")
+            types[name] = crossed(forward, backward, types[name], name, dim, report)
+        self.write(result, types)
+        return result
+
+    def columns(self, outs: Sequence[Tensor], x: Tensor, weights: Any, axis: Axis, sequence: bool = False) -> None:
+        """Type the results of column-parallel products."""
+        if axis.name not in self.axes:
+            return
+        types, enters = self.read(x), ("gather", "reduce_scatter") if sequence else ("copy", "all_reduce")
+        crossed(*enters, types[axis.name], axis.name, 1 - x.dim(), self.report(axis.name, "_".join(enters)))
+        for out in outs:
+            self.write(out, types | {axis.name: varying({-1: 0})})
+
+    def call_of(self, name: str, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], axis: str) -> Call:
+        """Return a call of a function of triax."""
+        needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs]
+        return self._call(name, args, {}, inputs, outputs, needs, axis, False)
+
+    def collective(self, name: str, group: TypedGroup, tensor: Tensor, output: Tensor, reduction: str) -> None:
+        """Type the output of a collective that has no gradient."""
+        before = self.read(tensor)
+        over = [axis for axis in self.axes if axis in group.axis or group.axis == "world"]
+        over += ["data"] if group.axis == "expert" and "data" in self.axes else []
+        for axis in over:
+            if name == "all_reduce" and torch.is_grad_enabled() and _key(tensor) in self._tracked:
+                instead = "all_reduce_copy(x, grid.{0}), or copy_all_reduce behind it if each rank goes on with its part"
+                if axis in ("data", "expert"):
+                    instead = "gather_reduce_scatter(x[None], grid.{0}, dim=0).sum(0)"
+                self.report(axis, "all_reduce")(
+                    f"{before[axis]} that needs a gradient", "no gradient passes through Axis.all_reduce",
+                    instead.format(axis),
+                )
+        known_type = Sharding() if name in ("all_reduce", "broadcast", "all_gather") else varying()
+        if output.dim() != tensor.dim() and name != "all_reduce":
+            before = {axis: each if each.kind != VARYING else varying(role=each.role) for axis, each in before.items()}
+        self.write(output, {axis: known_type if axis in over else before[axis] for axis in self.axes}, True)
+
+    def report(self, axis: str, op: str) -> Callable[[str, str, str], None]:
+        """Return the function that keeps a finding of an op, with the line that runs now."""
+
+        def keep(arrived: str, missing: str, mend: str) -> None:
+            inner, user = _lines()
+            finding = Finding(axis, self.layer, _shown(user or inner), op, arrived, missing, mend)
+            if not any((each.axis, each.layer, each.place) == (axis, self.layer, finding.place) for each in self.findings):
+                self.findings.append(finding)
+
+        return keep
+
+    def _call(
+        self,
+        name: str,
+        args: Any,
+        kwargs: dict[str, Any],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        needs: Sequence[bool],
+        axis: str,
+        differs: bool,
+    ) -> Call:
+        return Call(
+            name, args, kwargs, inputs, outputs, needs, axis, differs, _Here(name), self.report(axis, name)
+        )
+
+    def _note(self, name: str, numbers: Any) -> Any:
+        """Note the numbers of an op; return the key under which another rank has noted its own."""
+        place = self.layer, name, _lines()[0]
+        self._counts[place] += 1
+        key = (place, self._counts[place])
+        if numbers is not None:
+            self.noted[key] = numbers
+        return key
+
+    def _changed_state(self, name: str, state: str, types: Types) -> None:
+        for axis, value in types.items():
+            if value.kind in (VARYING, PARTIAL):
+                self.report(axis, name)(
+                    f"{value}, for the {state}",
+                    f"the {axis} ranks' copies of the {state} become different",
+                    f"the sum of what is written over grid.{axis}, divided by its size (grid.{axis}.all_reduce), or no "
+                    "state that depends on the batch",
+                )
+
+
+class _Here:
+    """The op and the user's line, found when it is shown."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lines = name, _lines()
+
+    def __str__(self) -> str:
+        inner, user = self._lines
+        return f"{self._name.strip('_')} in {_short(user or inner)}"
+
+
+class _Ops(TorchDispatchMode):
+    """Mode that types the results of ops."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op."""
+        return self._tracer.op(func, args, kwargs or {}, lambda: func(*args, **(kwargs or {})))
+
+
+class _Functions(TorchFunctionMode):
+    """Mode that types the results of borders, and of functions of torch that the meta device runs in another way."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function."""
+        tracer, kwargs = self._tracer, kwargs or {}
+        result = func(*args, **kwargs)
+        if not tracer.others:
+            return result
+        if func is border:
+            return tracer.border(result, *args, **kwargs)
+        if func is gather:
+            x, axis, dim = args[0], args[1], kwargs.get("dim", args[3] if len(args) > 3 else 1)
+            partial = kwargs.get("partial", len(args) > 4 and args[4])
+            return tracer.border(result, "gather", "reduce_scatter" if partial else "split", x, axis, dim)
+        if func is column_linears:
+            tracer.columns(result, *args, **kwargs)
+        elif getattr(func, "__name__", "") == "rms_norm" and isinstance(args[0], Tensor):
+            inputs = [*tensors_of(list(args)), *tensors_of(list(kwargs.values()))]
+            given = [tracer.read(tensor) for tensor in inputs]
+            calls = [tracer.call_of("rms_norm", args, inputs, [result], axis) for axis in tracer.axes]
+            found = [judged(call, [each[call.axis] for each in given])[0] for call in calls]
+            tracer.write(result, dict(zip(tracer.axes, found, strict=True)))
+        return result
+
+
+def _key(tensor: Tensor) -> _Key:
+    place = storage_id(tensor.untyped_storage())
+    return place, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _any_of(values: Sequence[Sharding]) -> Sharding:
+    """Return the type of elements of a storage of which other views have these types."""
+    for kind in (PARTIAL, VARYING):
+        if found := [each for each in values if each.kind == kind]:
+            return found[0] if kind == PARTIAL else varying(role=found[0].role)
+    return values[-1] if values else Sharding()
+
+
+def _written(before: Sharding, value: Sharding, same_dims: bool) -> Sharding:
+    """Return the type of a tensor of which some elements were written."""
+    if value.equal:
+        return before if not before.equal and before.kind != PARTIAL else value
+    if value.kind == VARYING and not same_dims:
+        return varying(role=value.role) if value.dims else value
+    return value
+
+
+def _numbers(args: Any) -> list[Any]:
+    return [each for each in args if not isinstance(each, Tensor) and not _has_tensors(each)]
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in value)
+
+
+def _lines() -> tuple[str, str]:
+    """Return the place in triax or in the user's code that calls torch now, and the user's; "" if there is none."""
+    frame, inner = sys._getframe(2), ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_HERE):
+            if file.endswith("check_types.py"):
+                break
+        elif (whose := owner(file)) not in ("python", "dry run"):
+            inner = inner or f"{file}:{frame.f_lineno}"
+            if whose == "user":
+                return inner, f"{file}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return inner, ""
+
+
+def _short(place: str) -> str:
+    return place.rpartition("/")[2]
+
+
+def _shown(place: str) -> str:
+    """Return file and line, and the line's code."""
+    file, _, line = place.rpartition(":")
+    return f"{_short(place)}: {linecache.getline(file, int(line or 0)).strip()}"
