@@ -401,7 +401,7 @@ def _elementwise(call: Call, given: Sequence[Sharding]) -> Sharding:
         given = given[1:]
     if all(each.equal for each in given):
         return Sharding()
-    role = "rows" if any(each.role == "rows" for each in given) else ""
+    role = next((role for role in ("rows", "experts") if any(each.role == role for each in given)), "")
     if call.name in _COMPARE or (call.name in (*_LOGIC, *_KEEP) and any(each.role == "mask" for each in given)):
         role = role or "mask"
     if not known or any(each.kind == VARYING and each.dims is None for each in given):
