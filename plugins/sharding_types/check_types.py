@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...base.nest import tensors_of
@@ -17,7 +19,7 @@ from ...grid import Grid, layout_of
 from ...grid.topology import AXES, Topology
 from ...pipe.fields import item_of
 from ...pipe.module import PipelineModule
-from ..dry_run.values import MetaValues
+from ..dry_run.values import OF_AUTOCAST, MetaValues, without_meta
 from .group import listen, typed_grid
 from .sharding import PARTIAL, VARYING
 from .tracer import Finding, Tracer
@@ -95,7 +97,7 @@ class _Run:
         while stage < stages:
             # Which rank holds the stage is known from the first model.
             rank = self._topology.ranks(**at, pipe=self._placement[stage] if stage else 0)[0]
-            with MetaValues(1.0), typed_grid(rank, self._topology_size, self._axes) as grid:
+            with _on_meta(), typed_grid(rank, self._topology_size, self._axes) as grid:
                 model = self._build(grid)
                 self._placement, stages, self.layers = model.placement, len(model.placement), len(model.layer_specs)
                 listen(grid, tracer.collective)
@@ -142,12 +144,12 @@ class _Run:
         if self._axes.get("tensor", 1) == 1 and self._axes.get("expert", 1) == 1:
             return []
         shapes: dict[str, Any] = {}
-        with MetaValues(1.0), typed_grid(0, 1, {}) as grid:
+        with _on_meta(), typed_grid(0, 1, {}) as grid:
             shapes = {name: tuple(parameter.shape) for name, parameter in self._build(grid).named_parameters()}
         findings = []
         for pipe in range(self._axes["pipe"]):
             rank = self._topology.ranks(**self._last, pipe=pipe)[0]
-            with MetaValues(1.0), typed_grid(rank, self._topology_size, self._axes) as grid:
+            with _on_meta(), typed_grid(rank, self._topology_size, self._axes) as grid:
                 model = self._build(grid)
                 for name, parameter in model.named_parameters():
                     whole = layout_of(parameter).shape
@@ -171,6 +173,20 @@ class _Run:
     @property
     def _topology_size(self) -> int:
         return math.prod(size for name, size in self._axes.items() if name != "expert")
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    """Context in which torch runs without values, autocast too."""
+    before = {name: getattr(torch, name) for name in OF_AUTOCAST}
+    try:
+        for name, function in before.items():
+            setattr(torch, name, without_meta(function))
+        with MetaValues(1.0):
+            yield
+    finally:
+        for name, function in before.items():
+            setattr(torch, name, function)
 
 
 def _without_values(value: Any) -> Any:

@@ -92,6 +92,21 @@ def judged(call: Call, given: Sequence[Sharding]) -> list[Sharding]:
     return [found] * len(call.outputs)
 
 
+def chosen(call: Call, value: Sharding, dim: int | None) -> Sharding:
+    """Return the type of a piece of an equal tensor, of which another rank takes another one; report its gradient.
+
+    Args:
+        call: an op on the piece.
+        value: the type of the whole.
+        dim: the dim along which there are pieces; None: it is gone, or not known.
+    """
+    if call.axis not in _SUMMED:
+        return varying()
+    if call.grad and value.kind == INVARIANT:
+        _unsummed(call, [value])
+    return varying({} if dim is None else {dim: 0})
+
+
 def settled(call: Call, given: Sequence[Sharding], found: Sharding) -> Sharding:
     """Return the type of a result with the kind of its gradient, and report gradients that miss a sum."""
     needed = [each for each, needs in zip(given, call.differentiable, strict=True) if needs]
@@ -429,7 +444,8 @@ def _masked(call: Call, given: Sequence[Sharding]) -> Sharding | None:
     masks = [each for each in given if each.role == "mask" and each.kind == VARYING and not each.levels]
     others = [each for each in given if each.role != "mask"]
     filled = call.name != "masked_fill" or call.args[2] == 0 or isinstance(call.args[2], Tensor)
-    return Sharding(PARTIAL) if masks and filled and others and not any(each.levels for each in others) else None
+    fits = masks and filled and others and call.outputs[0].is_floating_point()
+    return Sharding(PARTIAL) if fits and not any(each.levels for each in others) else None
 
 
 def _added(call: Call, given: Sequence[Sharding]) -> Sharding:

@@ -32,11 +32,13 @@ from ..dry_run.places import owner
 from ..dry_run.values import known
 from .borders import crossed
 from .group import TypedGroup
-from .rules import CREATE, NUMBERED, Call, judged
+from .rules import CREATE, NUMBERED, Call, chosen, judged
 from .sharding import CONSTANT, INVARIANT, PARTIAL, REPLICATED, VARYING, Sharding, varying
 
 _HERE = str(Path(__file__).parent)
 _VALUES = known.__code__.co_filename
+# Functions of ``MetaValues`` that compute the known values of a meta tensor.
+_SHADOWS = ("_compute", "_follow", "_follow_test", "_write", "_filled", "_values_or_nan", "_on_cpu", "set_known")
 Types = dict[str, Sharding]  # by axis
 _Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
@@ -90,8 +92,9 @@ class Tracer:
         self._types: dict[_Key, Types] = {}
         self._places: dict[int, list[_Key]] = {}
         self._kept: list[Any] = []  # so that no storage's number is used twice
-        self._nodes: dict[Any, dict[str, str]] = {}
+        self._nodes: dict[Any, tuple[Types, tuple[int, ...]]] = {}  # of autograd's graph
         self._states: dict[int, str] = {}  # storages of parameters and buffers
+        self._cuts: dict[_Key, int | None] = {}  # the dim along which a tensor is one of several pieces
         self._tracked: set[_Key] = set()  # tensors that need a gradient
 
     def run(self) -> AbstractContextManager[Any]:
@@ -138,9 +141,9 @@ class Tracer:
             if not beside:
                 found = self._source(tensor)
             self.write(tensor, found)
-        read = {axis: self._with_gradient(tensor, axis, each) for axis, each in found.items()}
+        read = {axis: self._with_gradient(tensor, axis, self._sliced(tensor, axis, each)) for axis, each in found.items()}
         if tensor.grad_fn is not None:
-            self._nodes[tensor.grad_fn] = {axis: each.kind for axis, each in read.items()}
+            self._nodes[tensor.grad_fn] = read, tuple(tensor.shape)
         return read
 
     def write(self, tensor: Tensor, types: Types, in_place: bool = False) -> None:
@@ -180,12 +183,24 @@ class Tracer:
             return value
         return replace(value, kind=self._kind_of(tensor.grad_fn, axis, 4) or INVARIANT)
 
+    def _sliced(self, tensor: Tensor, axis: str, value: Sharding) -> Sharding:
+        """Return the type of a result of an autograd function: sliced as an input of its shape, but for the last dim."""
+        if value.kind != VARYING or value.dims is not None or not hasattr(tensor.grad_fn, "_forward_cls"):
+            return value
+        for node, _ in tensor.grad_fn.next_functions:
+            if node in self._nodes:
+                types, shape = self._nodes[node]
+                dims = types[axis].levels
+                if types[axis].kind == VARYING and shape[:-1] == tensor.shape[:-1] and dims and -1 not in dims:
+                    return replace(value, dims=types[axis].dims)
+        return value
+
     def _kind_of(self, node: Any, axis: str, depth: int) -> str:
         """Return the kind of an autograd function's equal result: that of its inputs; "" if they are not equal."""
         if node is None or depth == 0:
             return ""
         if node in self._nodes:
-            kind = self._nodes[node][axis]
+            kind = self._nodes[node][0][axis].kind
             return kind if kind in (INVARIANT, REPLICATED) else ""
         if hasattr(node, "variable"):
             return self.read(node.variable)[axis].kind
@@ -208,6 +223,7 @@ class Tracer:
         inputs = [*tensors_of(list(args)), *tensors_of(list(plain.values()))]
         if full == "copy_" or (mutates and name in CREATE):
             inputs = inputs[1:]
+        offsets = self._note(f"{name} offsets", [tensor.storage_offset() for tensor in inputs])
         given = [self.read(tensor) for tensor in inputs] if self.others else []
         result = run()
         if not self.others:
@@ -219,21 +235,38 @@ class Tracer:
         for axis in self.axes:
             differs = self.others.get(axis, {}).get(key, numbers) != numbers
             call = self._call(name, args, plain, inputs, outputs, needs, axis, differs)
+            theirs = self.others.get(axis, {}).get(offsets, [])
+            pairs = zip(inputs, given, theirs) if len(theirs) == len(inputs) else ()
+            for tensor, each, offset in pairs:
+                if offset != tensor.storage_offset() and each[axis].equal:
+                    each[axis] = chosen(call, each[axis], self._cuts.get(_key(tensor)))
             found = judged(call, [each[axis] for each in given])
             types[axis] = found[0] if found else Sharding()
         for tensor in outputs:
             self.write(tensor, types, mutates or out is not None)
             if any(needs):
                 self._tracked.add(_key(tensor))
+            if name in ("split", "split_with_sizes", "unbind", "chunk"):
+                dim = args[1 if name == "unbind" else 2] if len(args) > 1 + (name != "unbind") else 0
+                self._cuts[_key(tensor)] = None if name == "unbind" else dim - (args[0].dim() if dim >= 0 else 0)
         if mutates and (state := self._states.get(storage_id(args[0].untyped_storage()))):
             self._changed_state(name, state, types)
         return result
 
     def border(
-        self, result: Tensor, forward: str, backward: str, x: Tensor, axis: Axis, dim: int | None = None, *_: Any, **__: Any
+        self,
+        types: Types,
+        result: Tensor,
+        forward: str,
+        backward: str,
+        x: Tensor,
+        axis: Axis,
+        dim: int | None = None,
+        *_: Any,
+        **__: Any,
     ) -> Tensor:
         """Type the result of a border; return it, as a tensor of its own."""
-        types, dim = self.read(x), -1 if dim is None else dim
+        dim = -1 if dim is None else dim
         result = result.clone() if forward == "copy" else result
         for name in {axis.name, *(["data"] if axis.name == "expert" else [])} & set(self.axes):
             dim = dim - x.dim() if dim >= 0 else dim
@@ -354,15 +387,16 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function."""
         tracer, kwargs = self._tracer, kwargs or {}
-        result = func(*args, **kwargs)
         if not tracer.others:
-            return result
+            return func(*args, **kwargs)
+        before = tracer.read(args[2]) if func is border else {}  # which it may overwrite
+        result = func(*args, **kwargs)
         if func is border:
-            return tracer.border(result, *args, **kwargs)
+            return tracer.border(before, result, *args, **kwargs)
         if func is gather:
             x, axis, dim = args[0], args[1], kwargs.get("dim", args[3] if len(args) > 3 else 1)
             partial = kwargs.get("partial", len(args) > 4 and args[4])
-            return tracer.border(result, "gather", "reduce_scatter" if partial else "split", x, axis, dim)
+            return tracer.border(tracer.read(x), result, "gather", "reduce_scatter" if partial else "split", x, axis, dim)
         if func is column_linears:
             tracer.columns(result, *args, **kwargs)
         elif getattr(func, "__name__", "") == "rms_norm" and isinstance(args[0], Tensor):
@@ -412,7 +446,7 @@ def _lines() -> tuple[str, str]:
         if file.startswith(_HERE):
             if file.endswith("check_types.py"):
                 break
-        elif (whose := owner(file)) not in ("python", "dry run"):
+        elif (whose := owner(file)) not in ("python", "dry run", "axis"):
             inner = inner or f"{file}:{frame.f_lineno}"
             if whose == "user":
                 return inner, f"{file}:{frame.f_lineno}"
@@ -425,11 +459,14 @@ def _is_shadow(args: Any) -> bool:
     if any(tensor.is_meta for tensor in tensors_of(list(args))):
         return False
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename != _VALUES:
-        if owner(frame.f_code.co_filename) in ("triax", "user") and not frame.f_code.co_filename.startswith(_HERE):
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == _VALUES and frame.f_code.co_name in _SHADOWS:
+            return True
+        if file != _VALUES and not file.startswith(_HERE) and owner(file) != "python":
             return False
         frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and frame.f_code.co_name not in ("__torch_function__", "_to", "_moved", "_retry")
+    return False
 
 
 def _short(place: str) -> str:
