@@ -227,7 +227,9 @@ def _cut(call: Call, value: Sharding) -> Sharding:
                 "each rank takes the tokens at the same places of its own part, which are other places of the sequence",
                 "triax.context.gather(x, grid.context, length, partial=True) before this line",
             )
-        levels[dim] = 0
+        if levels[dim] and (removed or out.shape[dim] % levels[dim]):
+            return replace(value, dims=None)
+        levels[dim] = levels[dim] if levels[dim] and out.shape[dim] > levels[dim] else 0
     if removed:
         levels = {at + (at < dim): level for at, level in levels.items() if at != dim}
     return replace(value, dims=tuple(sorted(levels.items())))
@@ -322,7 +324,9 @@ def _along(call: Call, value: Sharding) -> Sharding:
     if name in _NLL:
         if levels.keys() & set(dims):
             return _over_slices(call, value)
-        return Sharding(PARTIAL) if not call.outputs[0].dim() else varying(levels)
+        if not call.outputs[0].dim():
+            return Sharding(PARTIAL)
+        return varying({dim + sum(1 for gone in dims if gone > dim): level for dim, level in levels.items()})
     met = sorted(levels.keys() & set(dims))
     if met:
         if name in ("sum", "mean", "count_nonzero") or name in _EXTREME:

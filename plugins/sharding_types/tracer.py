@@ -185,7 +185,7 @@ class Tracer:
 
     def _sliced(self, tensor: Tensor, axis: str, value: Sharding) -> Sharding:
         """Return the type of a result of an autograd function: sliced as an input of its shape, but for the last dim."""
-        if value.kind != VARYING or value.dims is not None or not hasattr(tensor.grad_fn, "_forward_cls"):
+        if value.kind != VARYING or not hasattr(tensor.grad_fn, "_forward_cls"):
             return value
         for node, _ in tensor.grad_fn.next_functions:
             if node in self._nodes:
