@@ -7,6 +7,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +50,10 @@ class TypeCheck(NamedTuple):
         """True if all types fit."""
         return not self.findings
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields, for JSON."""
+        return self._asdict() | {"findings": [asdict(finding) for finding in self.findings]}
+
 
 def check_types(build: Build, data: Callable[[], Any], axes: Mapping[str, int]) -> TypeCheck:
     """Type the forward pass of the last rank of a grid, in this process, on the meta device.
@@ -63,46 +69,50 @@ def check_types(build: Build, data: Callable[[], Any], axes: Mapping[str, int]) 
     """
     begun = time.monotonic()
     sizes = {name: axes.get(name, 1) for name in AXES if name in axes or name != "context"}
-    topology = Topology(expert=axes.get("expert", 1), **sizes)
     several = [name for name in ("data", "context", "tensor", "expert") if axes.get(name, 1) > 1]
     last = {name: size - 1 for name, size in sizes.items() if name != "pipe"}
-    run = _Run(build, data, topology, {**sizes, "expert": topology.expert}, last)
+    run = _Run(build, data, sizes, axes.get("expert", 1))
     noted: dict[str, Any] = {}
     for axis in several:
         if axis in last:
             other = Tracer((), {})
-            run.trace(other, last | {axis: 0})
+            run.trace(other, last | {axis: 0}, pipe=1)
             noted[axis] = other.noted
     if "expert" in several:
         noted["expert"] = noted["data" if "data" in noted else "context"]
     tracer = Tracer(several, noted)
-    if several:
-        run.trace(tracer, last)
-    findings = run.undeclared() + tracer.findings
-    return TypeCheck(findings, math.prod(sizes.values()), run.layers, len(tracer.noted), time.monotonic() - begun)
+    run.trace(tracer, last, sizes["pipe"])
+    findings, seconds = run.findings + tracer.findings, time.monotonic() - begun
+    return TypeCheck(findings, math.prod(sizes.values()), run.layers, tracer.ops, seconds)
 
 
 class _Run:
     """Forward passes of single ranks."""
 
-    def __init__(
-        self, build: Build, data: Callable[[], Any], topology: Topology, axes: dict[str, int], last: dict[str, int]
-    ) -> None:
-        self._build, self._data, self._topology, self._axes, self._last = build, data, topology, axes, last
-        self.layers = 0
+    def __init__(self, build: Build, data: Callable[[], Any], sizes: dict[str, int], expert: int) -> None:
+        self._build, self._data, self._sizes = build, data, sizes
+        self._axes = {**sizes, "expert": expert}
+        self.layers, self.findings = 0, list[Finding]()
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters on one process, if slices are possible
+        if max(self._axes["tensor"], expert) > 1:
+            with _on_meta(), typed_grid(0, 1, {}) as grid:
+                self._shapes = {name: tuple(each.shape) for name, each in build(grid).named_parameters()}
 
-    def trace(self, tracer: Tracer, at: dict[str, int]) -> None:
-        """Run all stages of the ranks with these coordinates, one after the other."""
-        stage, stages, x = 0, 1, None
-        while stage < stages:
+    def trace(self, tracer: Tracer, at: dict[str, int], pipe: int) -> None:
+        """Run all stages of the ranks with these coordinates, one after the other, on a pipe axis of this size."""
+        topology = Topology(expert=self._axes["expert"], **(self._sizes | {"pipe": pipe}))
+        stage, placement, x = 0, [0], None
+        while stage < len(placement):
             # Which rank holds the stage is known from the first model.
-            rank = self._topology.ranks(**at, pipe=self._placement[stage] if stage else 0)[0]
-            with _on_meta(), typed_grid(rank, self._topology_size, self._axes) as grid:
+            rank = topology.ranks(**at, pipe=placement[stage])[0]
+            with _on_meta(), typed_grid(rank, math.prod(topology.shape), self._axes | {"pipe": pipe}) as grid:
                 model = self._build(grid)
-                self._placement, stages, self.layers = model.placement, len(model.placement), len(model.layer_specs)
+                placement, self.layers = list(model.placement), len(model.layer_specs)
                 listen(grid, tracer.collective)
                 tracer.take(model)
-                model.run_hook = lambda _, index, call, value: self._layer(tracer, model, index, call, value)
+                if tracer.others:
+                    self._compare_shapes(model)
+                model.run_hook = partial(_run_layer, tracer)
                 taken = {name for spec in model.layer_specs for name in getattr(spec, "takes", ())}
                 item = item_of(self._data()[0][0], taken)
                 inputs, labels = _without_values(item.inputs), _without_values(item.labels)
@@ -110,69 +120,50 @@ class _Run:
                 tracer.take_inputs([inputs, labels, *fields.values()])
                 with tracer.run():
                     x = model.run_stage(stage, inputs if stage == 0 else x, fields)
-                    if stage == stages - 1:
+                    if stage == len(placement) - 1:
                         tracer.layer = "loss_fn"
-                        self._judge_loss(tracer, model, model.loss(x, labels))
+                        _judge_loss(tracer, model, model.loss(x, labels))
             stage += 1
 
-    def _layer(self, tracer: Tracer, model: PipelineModule, index: int, call: Any, value: Any) -> Any:
-        name = type(getattr(call, "__wrapped__", call)).__name__
-        tracer.layer = f"layers.{index} ({name})"
-        return call(value)
-
-    def _judge_loss(self, tracer: Tracer, model: PipelineModule, loss: Any) -> None:
-        value = next((each for each in tensors_of(loss) if each.requires_grad), None)
-        if value is None or not tracer.others:
-            return
-        for axis, found in tracer.read(value).items():
-            if axis == "tensor" and found.kind in (PARTIAL, VARYING):
-                place = _place_of(model.loss_fn)
-                tracer.findings.append(
-                    Finding(
-                        axis,
-                        "loss_fn",
-                        place,
-                        "the backward pass",
-                        f"{found}, as the loss",
-                        "each tensor rank has another loss, where all need the whole one",
-                        "all_reduce_copy(loss, grid.tensor), or triax.tensor_parallel.vocab_parallel_cross_entropy",
-                    )
+    def _compare_shapes(self, model: PipelineModule) -> None:
+        """Report parameters of which a rank has a slice that the layout does not tell of."""
+        sharded = "tensor" if self._axes["tensor"] > 1 else "expert"
+        for name, parameter in model.named_parameters():
+            whole, (owner, _, own_name) = layout_of(parameter).shape, name.rpartition(".")
+            if self._shapes.get(name, whole) != whole:
+                finding = Finding(
+                    sharded,
+                    owner,
+                    _place_of(type(model.get_submodule(owner))),
+                    f"the parameter {own_name}",
+                    f"the shape {whole} as its whole, which is {self._shapes[name]} on one process",
+                    "its layout: triax takes the slice of each rank for equal copies",
+                    "Layout(whole shape, shard_dim=...) for a slice of the tensor axis, or expert_dim=... for experts, "
+                    "by set_layout or sharded_parameter",
                 )
+                self.findings.append(finding)
 
-    def undeclared(self) -> list[Finding]:
-        """Return a finding for each parameter of which a rank has a slice that its layout does not tell of."""
-        if self._axes.get("tensor", 1) == 1 and self._axes.get("expert", 1) == 1:
-            return []
-        shapes: dict[str, Any] = {}
-        with _on_meta(), typed_grid(0, 1, {}) as grid:
-            shapes = {name: tuple(parameter.shape) for name, parameter in self._build(grid).named_parameters()}
-        findings = []
-        for pipe in range(self._axes["pipe"]):
-            rank = self._topology.ranks(**self._last, pipe=pipe)[0]
-            with _on_meta(), typed_grid(rank, self._topology_size, self._axes) as grid:
-                model = self._build(grid)
-                for name, parameter in model.named_parameters():
-                    whole = layout_of(parameter).shape
-                    if name in shapes and shapes[name] != whole:
-                        owner = model.get_submodule(name.rpartition(".")[0])
-                        sharded = next(axis for axis in ("tensor", "expert") if self._axes.get(axis, 1) > 1)
-                        findings.append(
-                            Finding(
-                                sharded,
-                                name.rpartition(".")[0],
-                                _place_of(type(owner)),
-                                f"the parameter {name.rpartition('.')[2]}",
-                                f"the shape {whole} as its whole, which is {shapes[name]} on one process",
-                                "its layout: triax takes the slice of each rank for equal copies",
-                                "Layout(whole shape, shard_dim=...) for a slice of the tensor axis, "
-                                "Layout(whole shape, expert_dim=...) for experts, by set_layout or sharded_parameter",
-                            )
-                        )
-        return findings
 
-    @property
-    def _topology_size(self) -> int:
-        return math.prod(size for name, size in self._axes.items() if name != "expert")
+def _run_layer(tracer: Tracer, stage: int, index: int, call: Any, value: Any) -> Any:
+    tracer.layer = f"layers.{index} ({type(getattr(call, '__wrapped__', call)).__name__})"
+    return call(value)
+
+
+def _judge_loss(tracer: Tracer, model: PipelineModule, loss: Any) -> None:
+    """Report a loss that is not whole on each rank of the tensor axis."""
+    value = next((each for each in tensors_of(loss) if each.requires_grad), None)
+    found = None if value is None or "tensor" not in tracer.axes else tracer.read(value)["tensor"]
+    if found is not None and found.kind in (PARTIAL, VARYING):
+        finding = Finding(
+            "tensor",
+            "loss_fn",
+            _place_of(model.loss_fn),
+            "the backward pass",
+            f"{found}, as the loss",
+            "each tensor rank has another loss, where all need the whole one",
+            "all_reduce_copy(loss, grid.tensor), or triax.tensor_parallel.vocab_parallel_cross_entropy",
+        )
+        tracer.findings.append(finding)
 
 
 @contextmanager

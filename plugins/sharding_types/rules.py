@@ -28,7 +28,7 @@ from .sharding import (
 _KEEP = "neg clone _to_copy copy alias detach contiguous lift_fresh lift_fresh_copy conj real imag view_as_real".split()
 _KEEP += "view_as_complex to set_ resolve_conj resolve_neg triu tril pin_memory flip roll _conj".split()
 _ADD = "add sub rsub cat stack where masked_fill index_copy index_add scatter_add scatter index_put _index_put_impl".split()
-_SHAPED = "view _unsafe_view _reshape_alias reshape squeeze unsqueeze view_dtype".split()
+_SHAPED = "view _unsafe_view _reshape_alias reshape view_dtype".split()
 _COMPARE = "eq ne lt le gt ge isnan isinf".split()
 _LOGIC = "logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not logical_xor".split()
 _EXTREME = {"amax": "max", "max": "max", "amin": "min", "min": "min"}
@@ -179,7 +179,9 @@ def _typed(call: Call, given: Sequence[Sharding]) -> Sharding:
         if value.kind != VARYING or value.dims is None:
             return value
         before = call.inputs[0].dim()
-        return replace(value, dims=tuple(sorted((moved[dim + before], level) for dim, level in value.dims)))
+        return replace(
+            value, dims=tuple(sorted((moved[dim + before], level) for dim, level in value.dims if dim + before in moved))
+        )
     return _elementwise(call, given)
 
 
@@ -245,11 +247,17 @@ def _shaped(call: Call, value: Sharding) -> Sharding:
 
 def _moved(call: Call) -> dict[int, int] | None:
     """Return for each dim of the input its place in the output, from the end; None if the op does not move dims."""
-    if call.name not in ("t", "transpose", "permute", "expand", "movedim", "repeat", "unfold", "adjoint", "mT"):
+    if call.name not in ("t", "transpose", "permute", "expand", "repeat", "unfold", "squeeze", "unsqueeze"):
         return None
     before, after = call.inputs[0].dim(), call.outputs[0].dim()
+    if call.name in ("squeeze", "unsqueeze"):
+        asked = call.arg(1, "dim", [dim for dim, size in enumerate(call.inputs[0].shape) if size == 1])
+        asked = {dim % max(before, after) for dim in ([asked] if isinstance(asked, int) else asked)}
+        more = call.name == "unsqueeze"
+        kept = [dim for dim in range(max(before, after)) if dim not in asked or (not more and call.inputs[0].shape[dim] > 1)]
+        return {old: new - after for new, old in enumerate(kept)} if not more else dict(enumerate(dim - after for dim in kept))
     order = list(range(before))
-    if call.name in ("t", "transpose", "adjoint", "mT") and before > 1:
+    if call.name in ("t", "transpose") and before > 1:
         a, b = (call.args[1], call.args[2]) if call.name == "transpose" else (-2, -1)
         order[a], order[b] = order[b], order[a]
     elif call.name == "permute":
@@ -275,7 +283,7 @@ def _product(call: Call, given: Sequence[Sharding]) -> Sharding:
         found = _multiplied(call, [a, b])
     elif inner[0] in a.levels or inner[1] in b.levels:
         for value, tensor, dim in ((a, x, inner[0]), (b, y, inner[1])):
-            if value.equal and tensor.shape[dim] > 1:
+            if value.equal and value.role != "uniform" and tensor.shape[dim] > 1:
                 _taken_for_slice(call, value)
         found = Sharding(PARTIAL)
     elif VARYING in (a.kind, b.kind):

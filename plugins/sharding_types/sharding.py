@@ -81,6 +81,8 @@ def reshaped(dims: Dims, before: Sequence[int], after: Sequence[int]) -> Dims | 
             for other in sorted(into, reverse=True):
                 size = after[other]
                 if inner < level <= inner * size or (size == 1 == level == inner and len(into) == 1):
+                    if level == inner * size and other - 1 in into and after[other - 1] == 1:
+                        return None  # it may be the slice of a dim of which each rank has one
                     found[other - len(after)] = 0 if level == inner * size else level // inner
                     break
                 inner *= size

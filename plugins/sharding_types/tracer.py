@@ -81,13 +81,14 @@ class Tracer:
         findings: ops whose inputs do not fit, the first of each line.
         noted: numbers of each op, by layer, line and how often this line has called it.
         layer: name of the layer that runs.
+        ops: number of ops that were typed.
     """
 
     def __init__(self, axes: Sequence[str], others: Mapping[str, Mapping[Any, Any]]) -> None:
         self.axes, self.others = axes, others
         self.findings: list[Finding] = []
         self.noted: dict[Any, Any] = {}
-        self.layer = ""
+        self.layer, self.ops = "", 0
         self._counts: Counter[Any] = Counter()
         self._types: dict[_Key, Types] = {}
         self._places: dict[int, list[_Key]] = {}
@@ -179,9 +180,10 @@ class Tracer:
             return value
         if not tensor.requires_grad:
             return replace(value, kind=CONSTANT)
-        if value.kind != CONSTANT:
+        if value.kind != CONSTANT or value.role == "uniform":
             return value
-        return replace(value, kind=self._kind_of(tensor.grad_fn, axis, 4) or INVARIANT)
+        together = axis in ("tensor", "context")  # else each rank's loss is a term of the sum
+        return replace(value, kind=self._kind_of(tensor.grad_fn, axis, 4) or (INVARIANT if together else REPLICATED))
 
     def _sliced(self, tensor: Tensor, axis: str, value: Sharding) -> Sharding:
         """Return the type of a result of an autograd function: sliced as an input of its shape, but for the last dim."""
@@ -213,6 +215,7 @@ class Tracer:
         """Run an op, and type its results."""
         if _is_shadow(args):
             return run()
+        self.ops += 1
         full = func.overloadpacket.__name__
         name = full.rstrip("_")
         mutates = full.endswith("_") and bool(args)
