@@ -39,6 +39,7 @@ _PRODUCT = "mm bmm addmm baddbmm mv dot".split()
 _NORM = "native_layer_norm layer_norm rms_norm _fused_rms_norm".split()
 _NLL = "nll_loss_forward nll_loss2d_forward".split()
 _CUT = "slice select split split_with_sizes narrow unbind chunk unsafe_split unsafe_chunk constant_pad_nd".split()
+_COUNTED = ("repeat_interleave", "nonzero", "masked_select", "unique_consecutive", "_unique2")
 _RANDOM = "rand randn bernoulli native_dropout uniform normal randint randperm rand_like randn_like exponential".split()
 _UNIFORM = ("empty", "zeros", "ones", "full", "new_empty", "new_zeros", "new_ones", "new_full", "zero", "fill")
 CREATE = (*_UNIFORM, "arange", "scalar_tensor", "empty_like", "zeros_like", "ones_like", "full_like", "eye")
@@ -127,7 +128,7 @@ def settled(call: Call, given: Sequence[Sharding], found: Sharding) -> Sharding:
             )
         else:
             _unsummed(call, whole)
-    kind = REPLICATED if terms else INVARIANT if call.grad else CONSTANT
+    kind = REPLICATED if terms else INVARIANT if call.grad and found.role != "uniform" else CONSTANT
     return replace(found, kind=kind)
 
 
@@ -159,6 +160,8 @@ def _typed(call: Call, given: Sequence[Sharding]) -> Sharding:
         if name == "native_dropout" and call.grad:
             _random(call)
         return _same_kind(given) if given else varying({}, role="random") if call.axis in _SUMMED else varying()
+    if name in _COUNTED and call.axis != "tensor":  # how many there are depends on the tokens of a rank
+        return varying()
     if all(each.equal for each in given) and not call.differs:
         role = "uniform" if all(each.role == "uniform" for each in given) and given else ""
         return Sharding(role=role)
@@ -229,7 +232,7 @@ def _cut(call: Call, value: Sharding) -> Sharding:
                 "each rank takes the tokens at the same places of its own part, which are other places of the sequence",
                 "triax.context.gather(x, grid.context, length, partial=True) before this line",
             )
-        if levels[dim] and (removed or out.shape[dim] % levels[dim]):
+        if removed or (levels[dim] and out.shape[dim] % levels[dim]):
             return replace(value, dims=None)
         levels[dim] = levels[dim] if levels[dim] and out.shape[dim] > levels[dim] else 0
     if removed:

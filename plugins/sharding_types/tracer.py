@@ -117,7 +117,9 @@ class Tracer:
                     kind = REPLICATED if layout.partial else INVARIANT
                 types[axis] = Sharding(kind, parameter=name)
                 if axis == "tensor" and layout.shard_dim is not None:
-                    types[axis] = varying({layout.shard_dim - len(layout.shape): 0}, parameter=name)
+                    fused = len(layout.parts or ()) if len(set(layout.parts or ())) == 1 else 1
+                    level = parameter.shape[layout.shard_dim] // fused if fused > 1 else 0
+                    types[axis] = varying({layout.shard_dim - len(layout.shape): level}, parameter=name)
                 elif axis in ("expert", "data") and layout.expert_dim is not None and "expert" in self.axes:
                     types[axis] = varying(role="experts" if axis == "expert" else "", parameter=name)
             self.write(parameter, types)
@@ -284,8 +286,8 @@ class Tracer:
             return
         types, enters = self.read(x), ("gather", "reduce_scatter") if sequence else ("copy", "all_reduce")
         crossed(*enters, types[axis.name], axis.name, 1 - x.dim(), self.report(axis.name, "_".join(enters)))
-        for out in outs:
-            self.write(out, types | {axis.name: varying({-1: 0})})
+        for out, (weight, _) in zip(outs, weights, strict=True):
+            self.write(out, types | {axis.name: varying({-1: self.read(weight)[axis.name].levels.get(-2, 0)})})
 
     def call_of(self, name: str, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], axis: str) -> Call:
         """Return a call of a function of triax."""
