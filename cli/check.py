@@ -161,7 +161,9 @@ def _types(target: str, build: Any, batches: Any, sizes: dict[str, int], as_json
         for finding in found.findings:
             terminal().print(escaped(f"{finding}\n"))
         count = len(found.findings)
-        said = "all types fit" if found.holds else f"{count} {'op' if count == 1 else 'ops'} with inputs that do not fit"
+        said = (
+            "all types fit" if found.holds else f"{count} {'op' if count == 1 else 'ops'} with inputs that do not fit"
+        )
         typer.echo(f"{found.ranks:,} ranks, {found.layers} layers, {found.ops:,} ops in {found.seconds:.1f} s: {said}")
     raise typer.Exit(0 if found.holds else 1)
 

@@ -150,7 +150,9 @@ def _functions(path: Path, function: str, data: str | None, dry: bool) -> tuple[
     if batches is not None:
         return build, batches
     if dry:
-        raise ValueError(f"{path} has no function 'batches', which --dry and --types need: a batch, as the model trains on")
+        raise ValueError(
+            f"{path} has no function 'batches', which --dry and --types need: a batch, as the model trains on"
+        )
     try:
         (batch,) = run_ranks(1, _random_batch, build)
     except RankFailure as failure:

@@ -1,4 +1,4 @@
-"""Check of types: the forward pass of one rank of a grid of any size, without values, and all that does not fit in it."""
+"""Check of types: the forward pass of one rank of a grid of any size, without values, and what does not fit in it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...grid import Grid
 from ..dry_run.exchange import NOT_RUN
-from ..dry_run.group import Recorder, RecordedWork, RecordingGroup, reduction
+from ..dry_run.group import RecordedWork, Recorder, RecordingGroup, reduction
 
 BACKEND = "triax_types"
 # Told of each collective: its name, the group, the input, the output, and the reduction.

@@ -1,11 +1,12 @@
 """Rules of types: which type the result of an op has on an axis, and which inputs do not fit.
 
-An op is one of a few families, by its name in aten. Its result is partial where it sums over a sliced dim, varying where
-an input varies, else equal on all ranks. The gradient follows from the types of the inputs (``settled``).
+An op is of a family, by its name in aten. Its result is partial where it sums over a sliced dim, varying where an
+input varies, else equal on all ranks. The gradient follows from the types of the inputs (``settled``).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,30 +23,37 @@ from .sharding import (
     Sharding,
     reshaped,
     varying,
-    without,
 )
 
-_KEEP = "neg clone _to_copy copy alias detach contiguous lift_fresh lift_fresh_copy conj real imag view_as_real".split()
-_KEEP += "view_as_complex to set_ resolve_conj resolve_neg triu tril pin_memory flip roll _conj".split()
-_ADD = "add sub rsub cat stack where masked_fill index_copy index_add scatter_add scatter index_put _index_put_impl".split()
-_SHAPED = "view _unsafe_view _reshape_alias reshape view_dtype".split()
-_COMPARE = "eq ne lt le gt ge isnan isinf".split()
-_LOGIC = "logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not logical_xor".split()
-_EXTREME = {"amax": "max", "max": "max", "amin": "min", "min": "min"}
-_REDUCE = "sum mean prod var std var_mean norm linalg_vector_norm logsumexp argmax argmin any all median count_nonzero"
-_REDUCE = [*_REDUCE.split(), *_EXTREME]  # type: ignore[assignment]
-_ALONG = "_softmax _log_softmax softmax log_softmax cumsum cumprod sort topk argsort logcumsumexp _safe_softmax".split()
-_PRODUCT = "mm bmm addmm baddbmm mv dot".split()
-_NORM = "native_layer_norm layer_norm rms_norm _fused_rms_norm".split()
-_NLL = "nll_loss_forward nll_loss2d_forward".split()
-_CUT = "slice select split split_with_sizes narrow unbind chunk unsafe_split unsafe_chunk constant_pad_nd".split()
-_COUNTED = ("repeat_interleave", "nonzero", "masked_select", "unique_consecutive", "_unique2")
-_RANDOM = "rand randn bernoulli native_dropout uniform normal randint randperm rand_like randn_like exponential".split()
-_UNIFORM = ("empty", "zeros", "ones", "full", "new_empty", "new_zeros", "new_ones", "new_full", "zero", "fill")
-CREATE = (*_UNIFORM, "arange", "scalar_tensor", "empty_like", "zeros_like", "ones_like", "full_like", "eye")
-CREATE += ("empty_strided", "new_empty_strided", "empty_permuted")
-# Ops whose plain numbers say which elements a rank takes or what it computes; shapes differ on uneven shards anyway.
-NUMBERED = {*_ADD, *_COMPARE, *_CUT, "mul", "div", "pow", "arange", "full", "scalar_tensor", "clamp", "roll", "fill"}
+# Family -> its ops, by their names in aten without the _ of an op in place.
+_FAMILIES = """
+    keep      neg clone _to_copy copy alias detach contiguous lift_fresh lift_fresh_copy conj _conj real imag to set
+              view_as_real view_as_complex resolve_conj resolve_neg triu tril flip roll
+    add       add sub rsub cat stack
+    place     where masked_fill index_copy index_add scatter_add scatter index_put _index_put_impl
+    scale     mul div
+    compare   eq ne lt le gt ge isnan isinf
+    logic     logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not
+    shape     view _unsafe_view _reshape_alias reshape
+    move      t transpose permute expand repeat unfold squeeze unsqueeze
+    cut       slice select split split_with_sizes narrow unbind chunk unsafe_split unsafe_chunk constant_pad_nd
+    sum       sum mean count_nonzero
+    extreme   amax max amin min
+    reduce    prod var std var_mean norm linalg_vector_norm logsumexp argmax argmin any all median
+    along     _softmax _log_softmax _safe_softmax cumsum cumprod sort topk argsort logcumsumexp
+    norm      native_layer_norm rms_norm _fused_rms_norm
+    nll       nll_loss_forward nll_loss2d_forward
+    product   mm bmm addmm baddbmm mv dot
+    look_up   embedding index_select gather index
+    counted   repeat_interleave nonzero masked_select unique_consecutive _unique2
+    random    rand randn bernoulli native_dropout uniform normal randint randperm rand_like randn_like exponential
+    create    empty zeros ones full new_empty new_zeros new_ones new_full zero fill empty_like zeros_like ones_like
+              full_like eye empty_strided new_empty_strided empty_permuted arange scalar_tensor
+"""
+FAMILY = {op: row.split()[0] for row in re.split(r"\n {4}(?=\w)", _FAMILIES)[1:] for op in row.split()[1:]}
+# Families whose plain numbers say which elements a rank takes, or what it computes.
+NUMBERED = ("keep", "add", "place", "scale", "compare", "cut", "create")
+_PLACES = ("index_copy", "index_add", "scatter_add", "scatter", "index_put", "_index_put_impl")
 _SUMMED = ("tensor", "context")  # axes on which ranks compute one loss together; others have samples of their own
 
 
@@ -59,7 +67,7 @@ class Call(NamedTuple):
         differentiable: which inputs need a gradient of this call.
         axis: the axis of the types.
         differs: True if numbers among the arguments are others on another rank of the axis.
-        here: the op and the user's line.
+        here: the op and the user's line, as ``str`` shows them.
         report: told of what does not fit: what arrived, what is missing, and what mends it.
     """
 
@@ -71,8 +79,13 @@ class Call(NamedTuple):
     differentiable: Sequence[bool]
     axis: str
     differs: bool
-    here: str
+    here: Any
     report: Callable[[str, str, str], None]
+
+    @property
+    def family(self) -> str:
+        """The family of the op; "" if it has none."""
+        return "attention" if "scaled_dot_product" in self.name else FAMILY.get(self.name, "")
 
     @property
     def grad(self) -> bool:
@@ -89,7 +102,7 @@ def judged(call: Call, given: Sequence[Sharding]) -> list[Sharding]:
     found = _typed(call, given)
     found = replace(settled(call, given, found), parameter="")
     if found.kind == PARTIAL and not any(each.kind == PARTIAL for each in given):
-        found = replace(found, since=call.here)
+        found = replace(found, since=str(call.here))
     return [found] * len(call.outputs)
 
 
@@ -111,8 +124,10 @@ def chosen(call: Call, value: Sharding, dim: int | None) -> Sharding:
 def settled(call: Call, given: Sequence[Sharding], found: Sharding) -> Sharding:
     """Return the type of a result with the kind of its gradient, and report gradients that miss a sum."""
     needed = [each for each, needs in zip(given, call.differentiable, strict=True) if needs]
-    whole, terms = ([each for each in needs_of if each.kind == kind] for needs_of, kind in
-                    ((needed, INVARIANT), (needed, REPLICATED)))
+    whole, terms = (
+        [each for each in needs_of if each.kind == kind]
+        for needs_of, kind in ((needed, INVARIANT), (needed, REPLICATED))
+    )
     if not found.equal:
         if whole:
             _unsummed(call, whole)
@@ -153,49 +168,24 @@ def _unsummed(call: Call, whole: Sequence[Sharding]) -> None:
 
 def _typed(call: Call, given: Sequence[Sharding]) -> Sharding:
     """Return the type of the result, equal ones without the kind of their gradient."""
-    name = call.name
-    if name in CREATE:
+    family = call.family
+    if family == "create":
         return _created(call)
-    if name in _RANDOM:
-        if name == "native_dropout" and call.grad:
+    if family == "random":
+        if call.grad:
             _random(call)
-        return _same_kind(given) if given else varying({}, role="random") if call.axis in _SUMMED else varying()
-    if name in _COUNTED and call.axis != "tensor":  # how many there are depends on the tokens of a rank
+        return given[0] if given else varying({}, role="random") if call.axis in _SUMMED else varying()
+    if family == "counted" and call.axis != "tensor":  # how many there are depends on the tokens of a rank
         return varying()
     if all(each.equal for each in given) and not call.differs:
-        role = "uniform" if all(each.role == "uniform" for each in given) and given else ""
-        return Sharding(role=role)
-    if name in _CUT:
-        return _cut(call, given[0])
-    if name in _SHAPED:
-        return _shaped(call, given[0])
-    if name in _PRODUCT:
-        return _product(call, given)
-    if name in _REDUCE or name in _ALONG or name in _NORM or name in _NLL:
-        return _along(call, given[0])
-    if name in ("embedding", "index_select", "gather", "index", "take_along_dim"):
-        return _looked_up(call, given)
-    if "scaled_dot_product" in name:
-        return _attention(call, given)
-    if (moved := _moved(call)) is not None:
-        value = given[0]
-        if value.kind != VARYING or value.dims is None:
-            return value
-        before = call.inputs[0].dim()
-        return replace(
-            value, dims=tuple(sorted((moved[dim + before], level) for dim, level in value.dims if dim + before in moved))
-        )
-    return _elementwise(call, given)
+        return Sharding(role="uniform" if given and all(each.role == "uniform" for each in given) else "")
+    return _RULES.get(family, _elementwise)(call, given)
 
 
 def _created(call: Call) -> Sharding:
     if not call.differs:
         return Sharding(role="" if call.name == "arange" else "uniform")
     return varying({-1: 0} if call.name == "arange" else {}) if call.axis in _SUMMED else varying()
-
-
-def _same_kind(given: Sequence[Sharding]) -> Sharding:
-    return without(given[0], "")
 
 
 def _random(call: Call) -> None:
@@ -206,9 +196,9 @@ def _random(call: Call) -> None:
     )
 
 
-def _cut(call: Call, value: Sharding) -> Sharding:
+def _cut(call: Call, given: Sequence[Sharding]) -> Sharding:
     """Slices: of a dim, by numbers that may differ between the ranks."""
-    x, out = call.inputs[0], call.outputs[0]
+    value, x, out = given[0], call.inputs[0], call.outputs[0]
     if call.name == "constant_pad_nd":
         pads = call.args[1]
         touched = {-1 - i // 2 for i, pad in enumerate(pads) if pad}
@@ -240,33 +230,35 @@ def _cut(call: Call, value: Sharding) -> Sharding:
     return replace(value, dims=tuple(sorted(levels.items())))
 
 
-def _shaped(call: Call, value: Sharding) -> Sharding:
+def _shaped(call: Call, given: Sequence[Sharding]) -> Sharding:
     """Views with another shape."""
+    value = given[0]
     if value.kind != VARYING or value.dims is None:
         return value
     dims = reshaped(value.levels, call.inputs[0].shape, call.outputs[0].shape)
     return replace(value, dims=None if dims is None else tuple(sorted(dims.items())))
 
 
-def _moved(call: Call) -> dict[int, int] | None:
-    """Return for each dim of the input its place in the output, from the end; None if the op does not move dims."""
-    if call.name not in ("t", "transpose", "permute", "expand", "repeat", "unfold", "squeeze", "unsqueeze"):
-        return None
-    before, after = call.inputs[0].dim(), call.outputs[0].dim()
-    if call.name in ("squeeze", "unsqueeze"):
-        asked = call.arg(1, "dim", [dim for dim, size in enumerate(call.inputs[0].shape) if size == 1])
-        asked = {dim % max(before, after) for dim in ([asked] if isinstance(asked, int) else asked)}
-        more = call.name == "unsqueeze"
-        kept = [dim for dim in range(max(before, after)) if dim not in asked or (not more and call.inputs[0].shape[dim] > 1)]
-        return {old: new - after for new, old in enumerate(kept)} if not more else dict(enumerate(dim - after for dim in kept))
-    order = list(range(before))
+def _moved(call: Call, given: Sequence[Sharding]) -> Sharding:
+    """Views with the dims in other places."""
+    value, x, after = given[0], call.inputs[0], call.outputs[0].dim()
+    if value.kind != VARYING or value.dims is None:
+        return value
+    places, before = list(range(x.dim())), x.dim()  # the dims in the order of the output's, from its last one back
     if call.name in ("t", "transpose") and before > 1:
-        a, b = (call.args[1], call.args[2]) if call.name == "transpose" else (-2, -1)
-        order[a], order[b] = order[b], order[a]
+        a, b = call.args[1:3] if call.name == "transpose" else (-2, -1)
+        places[a], places[b] = places[b], places[a]
     elif call.name == "permute":
-        order = [dim % before for dim in call.args[1]]
-    place = {dim: at - before for at, dim in enumerate(order)}
-    return place if call.name != "unfold" else {dim: at - 1 + (before - after + 1) for dim, at in place.items()}
+        places = [dim % before for dim in call.args[1]]
+    elif call.name == "squeeze":
+        asked = call.arg(1, "dim", range(before))
+        gone = {dim % before for dim in ([asked] if isinstance(asked, int) else asked) if x.shape[dim] == 1}
+        places = [dim for dim in places if dim not in gone]
+    elif call.name in ("unsqueeze", "unfold"):
+        places.insert(call.args[1] % after if call.name == "unsqueeze" else before, -1)
+    to = {dim: at - len(places) for at, dim in enumerate(places)}
+    levels = {to[dim + before]: level for dim, level in value.levels.items() if dim + before in to}
+    return replace(value, dims=tuple(sorted(levels.items())))
 
 
 def _product(call: Call, given: Sequence[Sharding]) -> Sharding:
@@ -293,7 +285,7 @@ def _product(call: Call, given: Sequence[Sharding]) -> Sharding:
         unknown = any(value.kind == VARYING and value.dims is None for value in (a, b))
         levels: Dims = {}
         if call.name in ("mv", "dot"):
-            levels |= {-1: level for dim, level in a.levels.items() if dim == -2}
+            levels |= {dim + 1: level for dim, level in a.levels.items() if dim == -2}
         else:
             levels |= {dim: level for dim, level in a.levels.items() if dim != -1}
             levels |= {dim: level for dim, level in b.levels.items() if dim != -2}
@@ -312,40 +304,40 @@ def _taken_for_slice(call: Call, value: Sharding) -> None:
     )
 
 
-def _along(call: Call, value: Sharding) -> Sharding:
+def _along(call: Call, given: Sequence[Sharding]) -> Sharding:
     """Reductions, and ops that compute along some dims."""
-    x, name = call.inputs[0], call.name
-    if name in _NORM:
-        dims = list(range(-len(call.args[1]), 0))
-    elif name in _NLL:
-        dims = [-x.dim() + (1 if x.dim() > 1 else 0)]
-    else:
-        asked = call.arg(1, "dim") if name not in ("topk",) else call.arg(2, "dim", -1)
-        if name in ("norm", "linalg_vector_norm"):
-            asked = call.arg(2, "dim")
-        if isinstance(asked, bool) or (asked is None and name in ("sort", "argsort")):
-            asked = call.arg(1 if name != "sort" or len(call.args) < 3 else 2, "dim", -1)
-        asked = [asked] if isinstance(asked, int) and not isinstance(asked, bool) else asked
-        dims = [dim - x.dim() if dim >= 0 else dim for dim in asked or range(x.dim())]
+    value, x, name, family = given[0], call.inputs[0], call.name, call.family
+    extreme = name.removeprefix("a") if family == "extreme" else ""
     if value.kind == PARTIAL:
-        return value if name in ("sum", "mean") or value.reduction == _EXTREME.get(name) else _nonlinear(call, value)
-    if value.kind != VARYING or value.dims is None:
-        return value if value.kind == VARYING else _elementwise(call, [value])
-    levels = value.levels
-    if name in _NLL:
-        if levels.keys() & set(dims):
-            return _over_slices(call, value)
-        if not call.outputs[0].dim():
-            return Sharding(PARTIAL)
-        return varying({dim + sum(1 for gone in dims if gone > dim): level for dim, level in levels.items()})
-    met = sorted(levels.keys() & set(dims))
+        return value if family == "sum" or value.reduction == extreme else _nonlinear(call, value)
+    if value.kind != VARYING:
+        return _elementwise(call, given)
+    if value.dims is None:
+        return value
+    levels, dims = value.levels, _dims_of(call)
+    met, gone = levels.keys() & dims, dims if call.outputs[0].dim() < x.dim() else set()
+    if met and family in ("sum", "extreme"):
+        return Sharding(PARTIAL, reduction=extreme or "sum")
     if met:
-        if name in ("sum", "mean", "count_nonzero") or name in _EXTREME:
-            return Sharding(PARTIAL, reduction=_EXTREME.get(name, "sum"))
         return _over_slices(call, value)
-    if call.outputs[0].dim() < x.dim():
-        levels = {dim + sum(1 for gone in dims if gone > dim): level for dim, level in levels.items()}
+    if family == "nll" and not call.outputs[0].dim():
+        return Sharding(PARTIAL)
+    levels = {dim + sum(1 for each in gone if each > dim): level for dim, level in levels.items()}
     return replace(value, dims=tuple(sorted(levels.items())))
+
+
+def _dims_of(call: Call) -> set[int]:
+    """Return the dims along which an op computes, from the end."""
+    dims, name = call.inputs[0].dim(), call.name
+    if call.family == "norm":
+        return set(range(-len(call.args[1]), 0))
+    if call.family == "nll":
+        return {1 - dims if dims > 1 else -1}
+    asked = call.arg(2 if name in ("topk", "norm", "linalg_vector_norm") else 1, "dim")
+    if name in ("topk", "sort", "argsort") and (asked is None or isinstance(asked, bool)):
+        asked = -1 if len(call.args) < 3 else call.args[2]
+    asked = [asked] if isinstance(asked, int) and not isinstance(asked, bool) else asked
+    return {dim - dims if dim >= 0 else dim for dim in asked or range(dims)}
 
 
 def _over_slices(call: Call, value: Sharding) -> Sharding:
@@ -374,11 +366,11 @@ def _looked_up(call: Call, given: Sequence[Sharding]) -> Sharding:
             levels |= {dim - 1: level for dim, level in each.levels.items()}
         elif call.name == "index_select":
             at = call.args[1] - x.dim() if call.args[1] >= 0 else call.args[1]
-            levels |= {at: level for level in each.levels.values()}
+            levels |= dict.fromkeys([at] if each.levels else [], 0)
         else:
             levels |= each.levels
     if call.name == "embedding":
-        levels |= {-1: level for dim, level in source.levels.items() if dim == -1}
+        levels |= {dim: level for dim, level in source.levels.items() if dim == -1}
     else:
         at = call.args[1] - x.dim() if call.args[1] >= 0 else call.args[1]
         levels |= {dim: level for dim, level in source.levels.items() if dim != at and out.shape[dim] > 0}
@@ -401,11 +393,11 @@ def _elementwise(call: Call, given: Sequence[Sharding]) -> Sharding:
     """Ops on elements, and all that has no rule of its own."""
     given = list(given)
     shapes = {tuple(out.shape) for out in call.outputs}
-    known = call.name in (*_KEEP, *_ADD, *_COMPARE, *_LOGIC, "mul", "div") or any(
+    known = call.family in ("keep", "add", "place", "compare", "logic", "scale") or any(
         tuple(x.shape) in shapes for x in call.inputs
     )
     if call.differs:
-        if call.axis not in _SUMMED and call.grad and call.name in ("add", "sub", "mul", "div", "pow"):
+        if call.axis not in _SUMMED and call.grad and call.family in ("add", "scale"):
             call.report(
                 f"a number that differs between the {call.axis} ranks",
                 "each replica computes another function, so that the sum over the replicas is no sum over the batch",
@@ -415,14 +407,14 @@ def _elementwise(call: Call, given: Sequence[Sharding]) -> Sharding:
     if any(each.role == "random" for each in given):
         if call.grad:
             _random(call)
-        elif call.name in (*_COMPARE, *_KEEP, *_LOGIC):
+        elif call.family in ("compare", "keep", "logic"):
             return varying({}, role="random")
     if any(each.kind == PARTIAL for each in given):
-        if call.name in _KEEP:
+        if call.family == "keep":
             return given[0] if given[0].kind == PARTIAL else given[-1]
-        if call.name in _ADD:
+        if call.family in ("add", "place"):
             return _added(call, given)
-        if call.name in ("mul", "div"):
+        if call.family == "scale":
             return _multiplied(call, given)
         return _nonlinear(call, next(each for each in given if each.kind == PARTIAL))
     if masked := _masked(call, given):
@@ -432,7 +424,8 @@ def _elementwise(call: Call, given: Sequence[Sharding]) -> Sharding:
     if all(each.equal for each in given):
         return Sharding()
     role = next((role for role in ("rows", "experts") if any(each.role == role for each in given)), "")
-    if call.name in _COMPARE or (call.name in (*_LOGIC, *_KEEP) and any(each.role == "mask" for each in given)):
+    masks = any(each.role == "mask" for each in given)
+    if call.family == "compare" or (call.family in ("logic", "keep") and masks):
         role = role or "mask"
     if not known or any(each.kind == VARYING and each.dims is None for each in given):
         return varying(role=role)
@@ -441,10 +434,10 @@ def _elementwise(call: Call, given: Sequence[Sharding]) -> Sharding:
         levels |= each.levels
     if call.grad and call.axis in _SUMMED:
         for value, x in zip(given, call.inputs):
-            if value.equal and value.role != "uniform" and call.name not in ("cat", "stack", "index_put", "index_copy"):
-                if any(x.dim() >= -dim and x.shape[dim] > 1 for dim in levels):
-                    _taken_for_slice(call, value)
-                    break
+            own = any(x.dim() >= -dim and x.shape[dim] > 1 for dim in levels)
+            if own and value.equal and value.role != "uniform" and call.name not in ("cat", "stack", *_PLACES):
+                _taken_for_slice(call, value)
+                break
     if call.name == "stack":
         at = call.arg(1, "dim", 0)
         at = at - call.outputs[0].dim() if at >= 0 else at
@@ -468,9 +461,13 @@ def _added(call: Call, given: Sequence[Sharding]) -> Sharding:
     terms = [each for each in given if each.kind == PARTIAL]
     if not terms:
         return _elementwise(call._replace(name="add"), given) if any(not each.equal for each in given) else Sharding()
-    other = next((each for each in given if each.kind != PARTIAL and each.role != "uniform" and not _may_be_term(each)), None)
-    number = call.name in ("add", "sub", "rsub") and any(isinstance(each, (int, float)) and each for each in call.args[1:2])
-    if call.name in ("index_copy", "index_add", "scatter_add", "scatter", "masked_fill", "where", "index_put"):
+    other = next(
+        (each for each in given if each.kind != PARTIAL and each.role != "uniform" and not _may_be_term(each)), None
+    )
+    number = call.name in ("add", "sub", "rsub") and any(
+        isinstance(each, (int, float)) and each for each in call.args[1:2]
+    )
+    if call.family == "place":
         other = None
     if call.grad and (other is not None or number):
         call.report(
@@ -479,8 +476,8 @@ def _added(call: Call, given: Sequence[Sharding]) -> Sharding:
             f"line, or counts the other summand on each rank",
             f"all_reduce_copy(x, grid.{call.axis}) before this line",
         )
-        return Sharding(since=call.here)
-    return without(terms[0], "")
+        return other if other is not None and other.kind == VARYING else Sharding(since=str(call.here))
+    return replace(terms[0], parameter="")
 
 
 def _may_be_term(value: Sharding) -> bool:
@@ -491,10 +488,13 @@ def _multiplied(call: Call, given: Sequence[Sharding]) -> Sharding:
     """Products of a term of a sum and a value that is equal on all ranks."""
     terms = [each for each in given if each.kind == PARTIAL]
     divided = call.name == "div" and given[0].kind != PARTIAL
-    if len(terms) == 1 and terms[0].reduction == "sum" and not divided and all(
-        each.equal or each is terms[0] for each in given
+    if (
+        len(terms) == 1
+        and terms[0].reduction == "sum"
+        and not divided
+        and all(each.equal or each is terms[0] for each in given)
     ):
-        return without(terms[0], "")
+        return replace(terms[0], parameter="")
     return _nonlinear(call, terms[0])
 
 
@@ -503,7 +503,7 @@ def _nonlinear(call: Call, value: Sharding) -> Sharding:
     if not call.grad:
         return varying({})
     mend = f"all_reduce_copy(x, grid.{call.axis}) before this line"
-    if any(not each for each in ()) or value.reduction != "sum":
+    if value.reduction != "sum":
         mend = f"the {value.reduction} over grid.{call.axis} of the detached value before this line"
     call.report(
         str(value),
@@ -511,4 +511,14 @@ def _nonlinear(call: Call, value: Sharding) -> Sharding:
         f"{mend}; copy_all_reduce(all_reduce_copy(x, grid.{call.axis}), grid.{call.axis}) if each rank goes on with "
         "its own part",
     )
-    return Sharding(since=call.here)
+    return Sharding(since=str(call.here))
+
+
+_RULES = {
+    "cut": _cut,
+    "shape": _shaped,
+    "move": _moved,
+    "product": _product,
+    "look_up": _looked_up,
+    "attention": _attention,
+} | dict.fromkeys(("sum", "extreme", "reduce", "along", "norm", "nll"), _along)

@@ -16,7 +16,7 @@ elements of the merged one; 0 means the outermost.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 Dims = dict[int, int]  # dim from the end -> level
@@ -81,8 +81,9 @@ def reshaped(dims: Dims, before: Sequence[int], after: Sequence[int]) -> Dims | 
             for other in sorted(into, reverse=True):
                 size = after[other]
                 if inner < level <= inner * size or (size == 1 == level == inner and len(into) == 1):
-                    if level == inner * size and other - 1 in into and after[other - 1] == 1:
-                        return None  # it may be the slice of a dim of which each rank has one
+                    beside = other - 1 in into and after[other - 1] == 1
+                    if level == inner * size and beside and (other > 1 or len(before) == 1):
+                        return None  # a rank may have one of what the dim beside counts; a first dim counts rows
                     found[other - len(after)] = 0 if level == inner * size else level // inner
                     break
                 inner *= size
@@ -111,11 +112,6 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> Iterable[tuple[list[
             left.append(i)
             i += 1
         yield left, right
-
-
-def without(value: Sharding, since: str) -> Sharding:
-    """Return a type without what belongs to one tensor alone."""
-    return replace(value, parameter="", since=since or value.since)
 
 
 def _article(word: str) -> str:

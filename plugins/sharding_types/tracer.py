@@ -32,7 +32,7 @@ from ..dry_run.places import owner
 from ..dry_run.values import known
 from .borders import crossed
 from .group import TypedGroup
-from .rules import CREATE, NUMBERED, Call, chosen, judged
+from .rules import FAMILY, NUMBERED, Call, chosen, judged
 from .sharding import CONSTANT, INVARIANT, PARTIAL, REPLICATED, VARYING, Sharding, varying
 
 _HERE = str(Path(__file__).parent)
@@ -89,6 +89,7 @@ class Tracer:
         self.findings: list[Finding] = []
         self.noted: dict[Any, Any] = {}
         self.layer, self.ops = "", 0
+        self._found: set[tuple[str, str, str]] = set()
         self._counts: Counter[Any] = Counter()
         self._types: dict[_Key, Types] = {}
         self._places: dict[int, list[_Key]] = {}
@@ -144,7 +145,9 @@ class Tracer:
             if not beside:
                 found = self._source(tensor)
             self.write(tensor, found)
-        read = {axis: self._with_gradient(tensor, axis, self._sliced(tensor, axis, each)) for axis, each in found.items()}
+        read = {
+            axis: self._with_gradient(tensor, axis, self._sliced(tensor, axis, each)) for axis, each in found.items()
+        }
         if tensor.grad_fn is not None:
             self._nodes[tensor.grad_fn] = read, tuple(tensor.shape)
         return read
@@ -171,7 +174,7 @@ class Tracer:
         """Return the types of a tensor that no op has made: equal, unless its values differ on another rank."""
         values = known(tensor)
         note = None if values is None or values.numel() > 4096 else str(values.detach().reshape(-1).tolist())
-        key = self._note("source", note)
+        key = self._note("source", _lines()[0], note)
         return {
             axis: varying() if self.others.get(axis, {}).get(key, note) != note else Sharding() for axis in self.axes
         }
@@ -188,7 +191,7 @@ class Tracer:
         return replace(value, kind=self._kind_of(tensor.grad_fn, axis, 4) or (INVARIANT if together else REPLICATED))
 
     def _sliced(self, tensor: Tensor, axis: str, value: Sharding) -> Sharding:
-        """Return the type of a result of an autograd function: sliced as an input of its shape, but for the last dim."""
+        """Return the type of an autograd function's result: sliced as an input of this shape (but for the last dim)."""
         if value.kind != VARYING or not hasattr(tensor.grad_fn, "_forward_cls"):
             return value
         for node, _ in tensor.grad_fn.next_functions:
@@ -221,14 +224,14 @@ class Tracer:
         full = func.overloadpacket.__name__
         name = full.rstrip("_")
         mutates = full.endswith("_") and bool(args)
-        numbers = str(_numbers(args) + _numbers(tuple(kwargs.values()))) if name in NUMBERED else None
-        key = self._note(name, numbers)
+        numbers = str(_numbers(args) + _numbers(tuple(kwargs.values()))) if FAMILY.get(name) in NUMBERED else None
         out = kwargs.get("out")
         plain = {word: value for word, value in kwargs.items() if word != "out"}
         inputs = [*tensors_of(list(args)), *tensors_of(list(plain.values()))]
-        if full == "copy_" or (mutates and name in CREATE):
+        if full == "copy_" or (mutates and FAMILY.get(name) in ("create", "random")):
             inputs = inputs[1:]
-        offsets = self._note(f"{name} offsets", [tensor.storage_offset() for tensor in inputs])
+        offsets, lines = [tensor.storage_offset() for tensor in inputs], _lines()
+        key = self._note(name, lines[0], (numbers, offsets))
         given = [self.read(tensor) for tensor in inputs] if self.others else []
         result = run()
         if not self.others:
@@ -238,10 +241,10 @@ class Tracer:
         needs = [enabled and tensor.requires_grad for tensor in inputs]
         types: Types = {}
         for axis in self.axes:
-            differs = self.others.get(axis, {}).get(key, numbers) != numbers
-            call = self._call(name, args, plain, inputs, outputs, needs, axis, differs)
-            theirs = self.others.get(axis, {}).get(offsets, [])
-            pairs = zip(inputs, given, theirs) if len(theirs) == len(inputs) else ()
+            their_numbers, their_offsets = self.others.get(axis, {}).get(key, (numbers, offsets))
+            differs, here = their_numbers != numbers, _Here(name, lines)
+            call = Call(name, args, plain, inputs, outputs, needs, axis, differs, here, self.report(axis, name))
+            pairs = zip(inputs, given, their_offsets) if their_offsets != offsets else ()
             for tensor, each, offset in pairs:
                 if offset != tensor.storage_offset() and each[axis].equal:
                     each[axis] = chosen(call, each[axis], self._cuts.get(_key(tensor)))
@@ -292,7 +295,8 @@ class Tracer:
     def call_of(self, name: str, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], axis: str) -> Call:
         """Return a call of a function of triax."""
         needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs]
-        return self._call(name, args, {}, inputs, outputs, needs, axis, False)
+        here = _Here(name, _lines())
+        return Call(name, args, {}, inputs, outputs, needs, axis, False, here, self.report(axis, name))
 
     def collective(self, name: str, group: TypedGroup, tensor: Tensor, output: Tensor, reduction: str) -> None:
         """Type the output of a collective that has no gradient."""
@@ -301,11 +305,14 @@ class Tracer:
         over += ["data"] if group.axis == "expert" and "data" in self.axes else []
         for axis in over:
             if name == "all_reduce" and torch.is_grad_enabled() and _key(tensor) in self._tracked:
-                instead = "all_reduce_copy(x, grid.{0}), or copy_all_reduce behind it if each rank goes on with its part"
+                instead = (
+                    "all_reduce_copy(x, grid.{0}), or copy_all_reduce behind it if each rank goes on with its part"
+                )
                 if axis in ("data", "expert"):
                     instead = "gather_reduce_scatter(x[None], grid.{0}, dim=0).sum(0)"
                 self.report(axis, "all_reduce")(
-                    f"{before[axis]} that needs a gradient", "no gradient passes through Axis.all_reduce",
+                    f"{before[axis]} that needs a gradient",
+                    "no gradient passes through Axis.all_reduce",
                     instead.format(axis),
                 )
         known_type = Sharding() if name in ("all_reduce", "broadcast", "all_gather") else varying()
@@ -319,33 +326,19 @@ class Tracer:
         def keep(arrived: str, missing: str, mend: str) -> None:
             inner, user = _lines()
             finding = Finding(axis, self.layer, _shown(user or inner), op, arrived, missing, mend)
-            if not any((each.axis, each.layer, each.place) == (axis, self.layer, finding.place) for each in self.findings):
+            if not any(
+                (each.axis, each.layer, each.place) == (axis, self.layer, finding.place) for each in self.findings
+            ):
                 self.findings.append(finding)
 
         return keep
 
-    def _call(
-        self,
-        name: str,
-        args: Any,
-        kwargs: dict[str, Any],
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        needs: Sequence[bool],
-        axis: str,
-        differs: bool,
-    ) -> Call:
-        return Call(
-            name, args, kwargs, inputs, outputs, needs, axis, differs, _Here(name), self.report(axis, name)
-        )
-
-    def _note(self, name: str, numbers: Any) -> Any:
+    def _note(self, name: str, line: str, numbers: Any) -> Any:
         """Note the numbers of an op; return the key under which another rank has noted its own."""
-        place = self.layer, name, _lines()[0]
+        place = self.layer, name, line
         self._counts[place] += 1
         key = (place, self._counts[place])
-        if numbers is not None:
-            self.noted[key] = numbers
+        self.noted[key] = numbers
         return key
 
     def _changed_state(self, name: str, state: str, types: Types) -> None:
@@ -362,8 +355,8 @@ class Tracer:
 class _Here:
     """The op and the user's line, found when it is shown."""
 
-    def __init__(self, name: str) -> None:
-        self._name, self._lines = name, _lines()
+    def __init__(self, name: str, lines: tuple[str, str]) -> None:
+        self._name, self._lines = name, lines
 
     def __str__(self) -> str:
         inner, user = self._lines
@@ -401,7 +394,9 @@ class _Functions(TorchFunctionMode):
         if func is gather:
             x, axis, dim = args[0], args[1], kwargs.get("dim", args[3] if len(args) > 3 else 1)
             partial = kwargs.get("partial", len(args) > 4 and args[4])
-            return tracer.border(tracer.read(x), result, "gather", "reduce_scatter" if partial else "split", x, axis, dim)
+            return tracer.border(
+                tracer.read(x), result, "gather", "reduce_scatter" if partial else "split", x, axis, dim
+            )
         if func is column_linears:
             tracer.columns(result, *args, **kwargs)
         elif getattr(func, "__name__", "") == "rms_norm" and isinstance(args[0], Tensor):
