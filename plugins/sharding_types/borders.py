@@ -16,67 +16,35 @@ from collections.abc import Callable
 
 from .sharding import INVARIANT, PARTIAL, REPLICATED, VARYING, Sharding, varying
 
-_RETURNS = {"copy": REPLICATED, "all_reduce": INVARIANT, "reduce_scatter": "", "split": ""}
+_RETURNS = {"copy": REPLICATED, "all_reduce": INVARIANT}
 
 
-def crossed(
-    forward: str, backward: str, value: Sharding, axis: str, dim: int, report: Callable[[str, str, str], None]
-) -> Sharding:
+def crossed(forward: str, backward: str, value: Sharding, dim: int, report: Callable[..., None]) -> Sharding:
     """Return the type behind a border on its axis, and report a value that it does not take.
 
     Args:
         forward, backward: the border's operations.
         value: the type in front of it.
-        axis: the axis's name.
         dim: the dim that it slices, from the end.
-        report: told of what arrived, what is missing, and what mends it.
+        report: told of the finding, what arrived, and the border's name.
     """
-    name, arrived = f"{forward}_{backward}", str(value)
-    if forward in ("copy", "split"):
-        if value.kind == REPLICATED:
-            report(
-                arrived,
-                f"its gradient is summed over the {axis} ranks already: a second sum counts it once for each rank",
-                f"leave {name} out, or take the value from before the first border",
-            )
-        elif value.kind == VARYING:
-            report(
-                arrived,
-                f"{name} is for values that are equal on all {axis} ranks: its backward pass would mix the gradients "
-                "of different values",
-                "leave it out",
-            )
-        elif value.kind == PARTIAL:
-            report(arrived, f"the sum over the {axis} ranks", f"all_reduce_copy(x, grid.{axis}) before this line")
-    elif forward in ("all_reduce", "reduce_scatter"):
-        if value.equal:
-            report(
-                arrived,
-                f"each rank has the whole value, which the sum over the {axis} ranks counts once for each of them",
-                "leave it out" if forward == "all_reduce" else f"split_gather(x, grid.{axis}, dim)",
-            )
-        elif value.kind == VARYING and value.levels:
-            report(
-                arrived,
-                "slices of different elements are added",
-                f"gather_split(x, grid.{axis}, dim), or gather_reduce_scatter if each rank goes on with its own part",
-            )
-        elif value.kind == VARYING and value.dims is not None and value.role != "mask":
-            report(
-                arrived,
-                "what a rank has of elements of others is not set to zero, so it counts in the sum",
-                "masked_fill(of others, 0) before this line",
-            )
-    elif value.equal:
-        report(
-            arrived,
-            f"each rank has the whole value: the result has it once for each of the {axis} ranks",
-            "leave it out",
-        )
-    elif value.kind == PARTIAL:
-        report(arrived, f"the sum over the {axis} ranks", f"reduce_scatter, or all_reduce_copy(x, grid.{axis})")
-    elif value.levels and dim not in value.levels:
-        report(arrived, f"it is sliced along another dim than {dim}", "the dim that is sliced, as dim=")
+    if (finding := _finding(forward, value, dim)) is not None:
+        report(finding, str(value), f"{forward}_{backward}")
     if forward == "gather":
         return Sharding(REPLICATED if backward == "reduce_scatter" else INVARIANT)
-    return Sharding(_RETURNS[forward]) if _RETURNS[forward] else varying({dim: 0})
+    return Sharding(_RETURNS[forward]) if forward in _RETURNS else varying({dim: 0})
+
+
+def _finding(forward: str, value: Sharding, dim: int) -> str | None:
+    """Return the name of what is wrong with a value in front of a border; None if it fits."""
+    if forward in ("copy", "split"):
+        return {REPLICATED: "summed_already", VARYING: "mixed_gradients", PARTIAL: "not_summed"}.get(value.kind)
+    if forward in ("all_reduce", "reduce_scatter"):
+        if value.equal or value.kind == PARTIAL:
+            return "whole_summed" if value.equal else None
+        if value.levels:
+            return "slices_summed"
+        return "not_masked" if value.dims is not None and value.role != "mask" else None
+    if value.equal or value.kind == PARTIAL:
+        return "whole_gathered" if value.equal else "not_summed"
+    return "another_dim" if value.levels and dim not in value.levels else None

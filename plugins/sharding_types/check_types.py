@@ -82,8 +82,8 @@ def check_types(build: Build, data: Callable[[], Any], axes: Mapping[str, int]) 
         noted["expert"] = noted["data" if "data" in noted else "context"]
     tracer = Tracer(several, noted)
     run.trace(tracer, last, sizes["pipe"])
-    findings, seconds = run.findings + tracer.findings, time.monotonic() - begun
-    return TypeCheck(findings, math.prod(sizes.values()), run.layers, tracer.ops, seconds)
+    seconds = time.monotonic() - begun
+    return TypeCheck(tracer.findings, math.prod(sizes.values()), run.layers, tracer.ops, seconds)
 
 
 class _Run:
@@ -92,7 +92,7 @@ class _Run:
     def __init__(self, build: Build, data: Callable[[], Any], sizes: dict[str, int], expert: int) -> None:
         self._build, self._data, self._sizes = build, data, sizes
         self._axes = {**sizes, "expert": expert}
-        self.layers, self.findings = 0, list[Finding]()
+        self.layers = 0
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters on one process, if slices are possible
         if max(self._axes["tensor"], expert) > 1:
             with _on_meta(), typed_grid(0, 1, {}) as grid:
@@ -111,7 +111,7 @@ class _Run:
                 listen(grid, tracer.collective)
                 tracer.take(model)
                 if tracer.others:
-                    self._compare_shapes(model)
+                    self._compare_shapes(tracer, model)
                 model.run_hook = partial(_run_layer, tracer)
                 taken = {name for spec in model.layer_specs for name in getattr(spec, "takes", ())}
                 item = item_of(self._data()[0][0], taken)
@@ -125,23 +125,15 @@ class _Run:
                         _judge_loss(tracer, model, model.loss(x, labels))
             stage += 1
 
-    def _compare_shapes(self, model: PipelineModule) -> None:
+    def _compare_shapes(self, tracer: Tracer, model: PipelineModule) -> None:
         """Report parameters of which a rank has a slice that the layout does not tell of."""
         sharded = "tensor" if self._axes["tensor"] > 1 else "expert"
         for name, parameter in model.named_parameters():
             whole, (owner, _, own_name) = layout_of(parameter).shape, name.rpartition(".")
             if self._shapes.get(name, whole) != whole:
-                finding = Finding(
-                    sharded,
-                    owner,
-                    _place_of(type(model.get_submodule(owner))),
-                    f"the parameter {own_name}",
-                    f"the shape {whole} as its whole, which is {self._shapes[name]} on one process",
-                    "its layout: triax takes the slice of each rank for equal copies",
-                    "Layout(whole shape, shard_dim=...) for a slice of the tensor axis, or expert_dim=... for experts, "
-                    "by set_layout or sharded_parameter",
-                )
-                self.findings.append(finding)
+                arrived = f"the shape {whole} as its whole, which is {self._shapes[name]} on one process"
+                place = _place_of(type(model.get_submodule(owner)))
+                tracer.keep("undeclared", sharded, owner, place, f"the parameter {own_name}", arrived)
 
 
 def _run_layer(tracer: Tracer, stage: int, index: int, call: Any, value: Any) -> Any:
@@ -154,16 +146,8 @@ def _judge_loss(tracer: Tracer, model: PipelineModule, loss: Any) -> None:
     value = next((each for each in tensors_of(loss) if each.requires_grad), None)
     found = None if value is None or "tensor" not in tracer.axes else tracer.read(value)["tensor"]
     if found is not None and found.kind in (PARTIAL, VARYING):
-        finding = Finding(
-            "tensor",
-            "loss_fn",
-            _place_of(model.loss_fn),
-            "the backward pass",
-            f"{found}, as the loss",
-            "each tensor rank has another loss, where all need the whole one",
-            "all_reduce_copy(loss, grid.tensor), or triax.tensor_parallel.vocab_parallel_cross_entropy",
-        )
-        tracer.findings.append(finding)
+        place = _place_of(model.loss_fn)
+        tracer.keep("loss", "tensor", "loss_fn", place, "the backward pass", f"{found}, as the loss")
 
 
 @contextmanager

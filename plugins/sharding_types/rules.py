@@ -6,13 +6,13 @@ input varies, else equal on all ranks. The gradient follows from the types of th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...base.foreign_tables import read_table
 from .sharding import (
     CONSTANT,
     INVARIANT,
@@ -25,32 +25,8 @@ from .sharding import (
     varying,
 )
 
-# Family -> its ops, by their names in aten without the _ of an op in place.
-_FAMILIES = """
-    keep      neg clone _to_copy copy alias detach contiguous lift_fresh lift_fresh_copy conj _conj real imag to set
-              view_as_real view_as_complex resolve_conj resolve_neg triu tril flip roll
-    add       add sub rsub cat stack
-    place     where masked_fill index_copy index_add scatter_add scatter index_put _index_put_impl
-    scale     mul div
-    compare   eq ne lt le gt ge isnan isinf
-    logic     logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not
-    shape     view _unsafe_view _reshape_alias reshape
-    move      t transpose permute expand repeat unfold squeeze unsqueeze
-    cut       slice select split split_with_sizes narrow unbind chunk unsafe_split unsafe_chunk constant_pad_nd
-    sum       sum mean count_nonzero
-    extreme   amax max amin min
-    reduce    prod var std var_mean norm linalg_vector_norm logsumexp argmax argmin any all median
-    along     _softmax _log_softmax _safe_softmax cumsum cumprod sort topk argsort logcumsumexp
-    norm      native_layer_norm rms_norm _fused_rms_norm
-    nll       nll_loss_forward nll_loss2d_forward
-    product   mm bmm addmm baddbmm mv dot
-    look_up   embedding index_select gather index
-    counted   repeat_interleave nonzero masked_select unique_consecutive _unique2
-    random    rand randn bernoulli native_dropout uniform normal randint randperm rand_like randn_like exponential
-    create    empty zeros ones full new_empty new_zeros new_ones new_full zero fill empty_like zeros_like ones_like
-              full_like eye empty_strided new_empty_strided empty_permuted arange scalar_tensor
-"""
-FAMILY = {op: row.split()[0] for row in re.split(r"\n {4}(?=\w)", _FAMILIES)[1:] for op in row.split()[1:]}
+# Name of an op -> its family.
+FAMILY = {op: family for family, ops in read_table(__file__, "ops.toml").items() for op in ops.split()}
 # Families whose plain numbers say which elements a rank takes, or what it computes.
 NUMBERED = ("keep", "add", "place", "scale", "compare", "cut", "create")
 _PLACES = ("index_copy", "index_add", "scatter_add", "scatter", "index_put", "_index_put_impl")
@@ -68,7 +44,7 @@ class Call(NamedTuple):
         axis: the axis of the types.
         differs: True if numbers among the arguments are others on another rank of the axis.
         here: the op and the user's line, as ``str`` shows them.
-        report: told of what does not fit: what arrived, what is missing, and what mends it.
+        report: told of what does not fit: its name in findings.toml, what arrived, and the name of what it is about.
     """
 
     name: str
@@ -80,7 +56,7 @@ class Call(NamedTuple):
     axis: str
     differs: bool
     here: Any
-    report: Callable[[str, str, str], None]
+    report: Callable[..., None]
 
     @property
     def family(self) -> str:
@@ -135,12 +111,7 @@ def settled(call: Call, given: Sequence[Sharding], found: Sharding) -> Sharding:
     if whole and terms:
         if all(each.parameter for each in terms) and not all(each.parameter for each in whole):
             name = terms[0].parameter
-            call.report(
-                f"{terms[0]}, and {whole[0]}",
-                f"each rank has the whole gradient of {name} already, and its layout (partial=True) sums it again over "
-                f"the {call.axis} ranks",
-                "leave partial=True out of its Layout",
-            )
+            call.report("summed_twice", f"{terms[0]}, and {whole[0]}", name)
         else:
             _unsummed(call, whole)
     kind = REPLICATED if terms else INVARIANT if call.grad and found.role != "uniform" else CONSTANT
@@ -151,19 +122,9 @@ def _unsummed(call: Call, whole: Sequence[Sharding]) -> None:
     """Report an input of which each rank computes a term of the gradient, which nothing sums."""
     named = next((each for each in whole if each.parameter), None)
     if named is not None:
-        call.report(
-            str(named),
-            f"each rank computes a term of the gradient of {named.parameter}, and nothing sums the terms over the "
-            f"{call.axis} ranks",
-            "set_layout(parameter, Layout(shape, partial=True)), or its shard_dim if it is a shard; or use "
-            f"copy_all_reduce(parameter, grid.{call.axis})",
-        )
+        call.report("unsummed_parameter", str(named), named.parameter)
         return
-    call.report(
-        f"{whole[0]}, in a computation in which each rank has a part",
-        f"each rank computes a term of its gradient, and nothing sums the terms over the {call.axis} ranks",
-        f"copy_all_reduce(x, grid.{call.axis}) before this line, or gather_reduce_scatter where the value was gathered",
-    )
+    call.report("unsummed_value", f"{whole[0]}, in a computation in which each rank has a part")
 
 
 def _typed(call: Call, given: Sequence[Sharding]) -> Sharding:
@@ -189,11 +150,7 @@ def _created(call: Call) -> Sharding:
 
 
 def _random(call: Call) -> None:
-    call.report(
-        "random numbers of this process",
-        f"the {call.axis} ranks draw other numbers for one tensor, or equal numbers for other elements",
-        "triax.Dropout, or triax.context.dropout for a sequence in parts, whose masks do not depend on the grid",
-    )
+    call.report("random", "random numbers of this process")
 
 
 def _cut(call: Call, given: Sequence[Sharding]) -> Sharding:
@@ -217,11 +174,7 @@ def _cut(call: Call, given: Sequence[Sharding]) -> Sharding:
     levels = value.levels
     if dim in levels:
         if call.axis == "context" and call.grad and not call.differs:
-            call.report(
-                str(value),
-                "each rank takes the tokens at the same places of its own part, which are other places of the sequence",
-                "triax.context.gather(x, grid.context, length, partial=True) before this line",
-            )
+            call.report("tokens_of_part", str(value))
         if removed or (levels[dim] and out.shape[dim] % levels[dim]):
             return replace(value, dims=None)
         levels[dim] = levels[dim] if levels[dim] and out.shape[dim] > levels[dim] else 0
@@ -268,12 +221,7 @@ def _product(call: Call, given: Sequence[Sharding]) -> Sharding:
     inner = (-1, -1 if call.name in ("mv", "dot") else -2)
     rows = "rows" in (a.role, b.role)
     if rows and "experts" in (a.role, b.role):
-        call.report(
-            "rows of this replica, and a weight of this rank's experts",
-            "each row meets the experts of its own rank alone",
-            "triax.moe.MoE, or gather_reduce_scatter(x, grid.expert, dim=0) before the experts and "
-            "reduce_scatter_gather(y, grid.expert, dim=0) behind them",
-        )
+        call.report("rows_of_others", "rows of this replica, and a weight of this rank's experts")
     if PARTIAL in (a.kind, b.kind):
         found = _multiplied(call, [a, b])
     elif inner[0] in a.levels or inner[1] in b.levels:
@@ -296,12 +244,7 @@ def _product(call: Call, given: Sequence[Sharding]) -> Sharding:
 
 
 def _taken_for_slice(call: Call, value: Sharding) -> None:
-    call.report(
-        str(value),
-        f"it is equal on all {call.axis} ranks, and taken for the slice of each",
-        "a slice of it for this rank: triax.context.positions or shard for tokens; Layout(shape, shard_dim=...) and "
-        "sharded_parameter for a parameter; split_gather for a value",
-    )
+    call.report("taken_for_slice", str(value))
 
 
 def _along(call: Call, given: Sequence[Sharding]) -> Sharding:
@@ -342,13 +285,7 @@ def _dims_of(call: Call) -> set[int]:
 
 def _over_slices(call: Call, value: Sharding) -> Sharding:
     if call.grad:
-        call.report(
-            str(value),
-            f"{call.name.strip('_')} runs along a dim of which each {call.axis} rank has a slice, so each rank has the "
-            "result of its own slice",
-            f"gather_reduce_scatter(x, grid.{call.axis}, dim) before this line; or sums over the slices, each through "
-            f"copy_all_reduce(all_reduce_copy(sum, grid.{call.axis}), grid.{call.axis})",
-        )
+        call.report("over_slices", str(value), call.name.strip("_"))
     return value if call.outputs and call.outputs[0].shape == call.inputs[0].shape else varying()
 
 
@@ -398,11 +335,7 @@ def _elementwise(call: Call, given: Sequence[Sharding]) -> Sharding:
     )
     if call.differs:
         if call.axis not in _SUMMED and call.grad and call.family in ("add", "scale"):
-            call.report(
-                f"a number that differs between the {call.axis} ranks",
-                "each replica computes another function, so that the sum over the replicas is no sum over the batch",
-                f"a number that does not depend on grid.{call.axis}.rank",
-            )
+            call.report("rank_number", f"a number that differs between the {call.axis} ranks")
         given.append(varying({}) if call.axis in _SUMMED else varying())
     if any(each.role == "random" for each in given):
         if call.grad:
@@ -470,12 +403,7 @@ def _added(call: Call, given: Sequence[Sharding]) -> Sharding:
     if call.family == "place":
         other = None
     if call.grad and (other is not None or number):
-        call.report(
-            f"{terms[0]}, and {other or 'a number'}",
-            f"a term of a sum is added to what is no term: the sum over the {call.axis} ranks is missing before this "
-            f"line, or counts the other summand on each rank",
-            f"all_reduce_copy(x, grid.{call.axis}) before this line",
-        )
+        call.report("added_to_term", f"{terms[0]}, and {other or 'a number'}")
         return other if other is not None and other.kind == VARYING else Sharding(since=str(call.here))
     return replace(terms[0], parameter="")
 
@@ -502,15 +430,7 @@ def _nonlinear(call: Call, value: Sharding) -> Sharding:
     """Report a partial value in an op that is not linear in it."""
     if not call.grad:
         return varying({})
-    mend = f"all_reduce_copy(x, grid.{call.axis}) before this line"
-    if value.reduction != "sum":
-        mend = f"the {value.reduction} over grid.{call.axis} of the detached value before this line"
-    call.report(
-        str(value),
-        f"{call.name.strip('_')} is not linear: of the sum over the {call.axis} ranks it would be another value",
-        f"{mend}; copy_all_reduce(all_reduce_copy(x, grid.{call.axis}), grid.{call.axis}) if each rank goes on with "
-        "its own part",
-    )
+    call.report("not_linear" if value.reduction == "sum" else "not_extreme", str(value), call.name.strip("_"))
     return Sharding(since=str(call.here))
 
 

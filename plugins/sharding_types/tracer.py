@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...base.foreign_tables import read_table
 from ...base.nest import tensors_of
 from ...base.torch_private import TorchDispatchMode, storage_id
 from ...context.order import gather
@@ -35,6 +36,7 @@ from .group import TypedGroup
 from .rules import FAMILY, NUMBERED, Call, chosen, judged
 from .sharding import CONSTANT, INVARIANT, PARTIAL, REPLICATED, VARYING, Sharding, varying
 
+_TEXTS = read_table(__file__, "findings.toml")
 _HERE = str(Path(__file__).parent)
 _VALUES = known.__code__.co_filename
 # Functions of ``MetaValues`` that compute the known values of a meta tensor.
@@ -89,7 +91,6 @@ class Tracer:
         self.findings: list[Finding] = []
         self.noted: dict[Any, Any] = {}
         self.layer, self.ops = "", 0
-        self._found: set[tuple[str, str, str]] = set()
         self._counts: Counter[Any] = Counter()
         self._types: dict[_Key, Types] = {}
         self._places: dict[int, list[_Key]] = {}
@@ -279,7 +280,7 @@ class Tracer:
         for name in {axis.name, *(["data"] if axis.name == "expert" else [])} & set(self.axes):
             dim = dim - x.dim() if dim >= 0 else dim
             report = self.report(name, f"{forward}_{backward}")
-            types[name] = crossed(forward, backward, types[name], name, dim, report)
+            types[name] = crossed(forward, backward, types[name], dim, report)
         self.write(result, types)
         return result
 
@@ -288,7 +289,7 @@ class Tracer:
         if axis.name not in self.axes:
             return
         types, enters = self.read(x), ("gather", "reduce_scatter") if sequence else ("copy", "all_reduce")
-        crossed(*enters, types[axis.name], axis.name, 1 - x.dim(), self.report(axis.name, "_".join(enters)))
+        crossed(*enters, types[axis.name], 1 - x.dim(), self.report(axis.name, "_".join(enters)))
         for out, (weight, _) in zip(outs, weights, strict=True):
             self.write(out, types | {axis.name: varying({-1: self.read(weight)[axis.name].levels.get(-2, 0)})})
 
@@ -305,33 +306,26 @@ class Tracer:
         over += ["data"] if group.axis == "expert" and "data" in self.axes else []
         for axis in over:
             if name == "all_reduce" and torch.is_grad_enabled() and _key(tensor) in self._tracked:
-                instead = (
-                    "all_reduce_copy(x, grid.{0}), or copy_all_reduce behind it if each rank goes on with its part"
-                )
-                if axis in ("data", "expert"):
-                    instead = "gather_reduce_scatter(x[None], grid.{0}, dim=0).sum(0)"
-                self.report(axis, "all_reduce")(
-                    f"{before[axis]} that needs a gradient",
-                    "no gradient passes through Axis.all_reduce",
-                    instead.format(axis),
-                )
+                self.report(axis, name)("no_gradient", f"{before[axis]} that needs a gradient")
         known_type = Sharding() if name in ("all_reduce", "broadcast", "all_gather") else varying()
         if output.dim() != tensor.dim() and name != "all_reduce":
             before = {axis: each if each.kind != VARYING else varying(role=each.role) for axis, each in before.items()}
         self.write(output, {axis: known_type if axis in over else before[axis] for axis in self.axes}, True)
 
-    def report(self, axis: str, op: str) -> Callable[[str, str, str], None]:
+    def report(self, axis: str, op: str) -> Callable[..., None]:
         """Return the function that keeps a finding of an op, with the line that runs now."""
 
-        def keep(arrived: str, missing: str, mend: str) -> None:
+        def keep(kind: str, arrived: str, name: str = "") -> None:
             inner, user = _lines()
-            finding = Finding(axis, self.layer, _shown(user or inner), op, arrived, missing, mend)
-            if not any(
-                (each.axis, each.layer, each.place) == (axis, self.layer, finding.place) for each in self.findings
-            ):
-                self.findings.append(finding)
+            self.keep(kind, axis, self.layer, _shown(user or inner), op, arrived, name)
 
         return keep
+
+    def keep(self, kind: str, axis: str, layer: str, place: str, op: str, arrived: str, name: str = "") -> None:
+        """Keep a finding of a kind of findings.toml, if it is the first of its line."""
+        if not any((axis, layer, place) == (each.axis, each.layer, each.place) for each in self.findings):
+            texts = (_TEXTS[kind][text].format(axis=axis, name=name) for text in ("missing", "mend"))
+            self.findings.append(Finding(axis, layer, place, op, arrived, *texts))
 
     def _note(self, name: str, line: str, numbers: Any) -> Any:
         """Note the numbers of an op; return the key under which another rank has noted its own."""
@@ -344,12 +338,7 @@ class Tracer:
     def _changed_state(self, name: str, state: str, types: Types) -> None:
         for axis, value in types.items():
             if value.kind in (VARYING, PARTIAL):
-                self.report(axis, name)(
-                    f"{value}, for the {state}",
-                    f"the {axis} ranks' copies of the {state} become different",
-                    f"the sum of what is written over grid.{axis}, divided by its size (grid.{axis}.all_reduce), or no "
-                    "state that depends on the batch",
-                )
+                self.report(axis, name)("changed_state", f"{value}, for the {state}", state)
 
 
 class _Here:
