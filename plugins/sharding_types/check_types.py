@@ -71,7 +71,7 @@ def check_types(build: Build, data: Callable[[], Any], axes: Mapping[str, int]) 
     sizes = {name: axes.get(name, 1) for name in AXES if name in axes or name != "context"}
     several = [name for name in ("data", "context", "tensor", "expert") if axes.get(name, 1) > 1]
     last = {name: size - 1 for name, size in sizes.items() if name != "pipe"}
-    run = _Run(build, data, sizes, axes.get("expert", 1))
+    run = _TypedRanks(build, data, sizes, axes.get("expert", 1))
     noted: dict[str, Any] = {}
     for axis in several:
         if axis in last:
@@ -86,7 +86,7 @@ def check_types(build: Build, data: Callable[[], Any], axes: Mapping[str, int]) 
     return TypeCheck(tracer.findings, math.prod(sizes.values()), run.layers, tracer.ops, seconds)
 
 
-class _Run:
+class _TypedRanks:
     """Forward passes of single ranks."""
 
     def __init__(self, build: Build, data: Callable[[], Any], sizes: dict[str, int], expert: int) -> None:

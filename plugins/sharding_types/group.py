@@ -21,7 +21,7 @@ BACKEND = "triax_types"
 Listener = Callable[[str, "TypedGroup", Tensor, Tensor, str], None]
 
 
-class _Alone:
+class _OwnValues:
     """Link to ranks that do not run: what this rank gives is what it gets."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class TypedGroup(RecordingGroup):
     """Process group that tells a listener of its collectives."""
 
     def __init__(self, rank: int, ranks: Sequence[int]) -> None:
-        super().__init__(Recorder(rank, len(ranks), _Alone()), ranks)  # type: ignore[arg-type]
+        super().__init__(Recorder(rank, len(ranks), _OwnValues()), ranks)  # type: ignore[arg-type]
         self.axis, self.tell = "", _silent
 
     def getBackendName(self) -> str:

@@ -103,8 +103,8 @@ class Tracer:
     def run(self) -> AbstractContextManager[Any]:
         """Return the context in which ops are typed."""
         stack = ExitStack()
-        stack.enter_context(_Functions(self))
-        stack.enter_context(_Ops(self))
+        stack.enter_context(_TypedFunctions(self))
+        stack.enter_context(_TypedOps(self))
         return stack
 
     # --------------------------------------------------------------------------------------------- what is known
@@ -352,7 +352,7 @@ class _Here:
         return f"{self._name.strip('_')} in {_short(user or inner)}"
 
 
-class _Ops(TorchDispatchMode):
+class _TypedOps(TorchDispatchMode):
     """Mode that types the results of ops."""
 
     def __init__(self, tracer: Tracer) -> None:
@@ -364,7 +364,7 @@ class _Ops(TorchDispatchMode):
         return self._tracer.op(func, args, kwargs or {}, lambda: func(*args, **(kwargs or {})))
 
 
-class _Functions(TorchFunctionMode):
+class _TypedFunctions(TorchFunctionMode):
     """Mode that types the results of borders, and of functions of torch that the meta device runs in another way."""
 
     def __init__(self, tracer: Tracer) -> None:
