@@ -207,7 +207,7 @@ class RecordingGroup(_Group):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> RecordedWork:
         """Record all-reduces."""
-        op = reduction(opts)
+        op = _reduction(opts)
         return _all([self._reduce_one(f"all_reduce {op}", tensor, op) for tensor in tensors])
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> RecordedWork:
@@ -216,7 +216,7 @@ class RecordingGroup(_Group):
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> RecordedWork:
         """Record reductions to one rank."""
-        return _all([self._reduce_one(f"reduce {reduction(opts)}", tensor, reduction(opts)) for tensor in tensors])
+        return _all([self._reduce_one(f"reduce {_reduction(opts)}", tensor, _reduction(opts)) for tensor in tensors])
 
     def _reduce_one(self, kind: str, tensor: Tensor, op: str) -> RecordedWork:
         self._note(kind, tensor)
@@ -282,7 +282,7 @@ class RecordingGroup(_Group):
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> RecordedWork:
         """Record a reduce-scatter."""
-        self._note(f"reduce_scatter {reduction(opts)}", tensor)
+        self._note(f"reduce_scatter {_reduction(opts)}", tensor)
         self._require(tensor.numel() == output.numel() * self.size(), "reduce_scatter", output, tensor)
         values = known(tensor)
         return self._reduced(output, None if values is None else values.view(self.size(), -1)[self._me], opts)
@@ -292,14 +292,14 @@ class RecordingGroup(_Group):
     def reduce_scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any = None) -> RecordedWork:
         """Record reduce-scatters of lists."""
         for output, parts in zip(outputs, tensors, strict=True):
-            self._note(f"reduce_scatter {reduction(opts)}", parts[0])
+            self._note(f"reduce_scatter {_reduction(opts)}", parts[0])
             self._reduced(output, known(parts[self._me]), opts)
         return RecordedWork()
 
     def _reduced(self, output: Tensor, part: Tensor | None, opts: Any) -> RecordedWork:
         """Set the output of a reduce-scatter to the sum of as many equal parts as there are ranks."""
         part = None if part is None else part.detach().clone()
-        set_known(output, self._combined(reduction(opts), [part] * self.size()))
+        set_known(output, self._combined(_reduction(opts), [part] * self.size()))
         return RecordedWork()
 
     def reduce_scatter_single_coalesced(
@@ -480,7 +480,7 @@ def _is_small(tensor: Tensor) -> bool:
     return tensor.numel() <= (_BYTES if tensor.dtype == torch.uint8 and tensor.is_cpu else _SMALL)
 
 
-def reduction(opts: Any) -> str:
+def _reduction(opts: Any) -> str:
     """Return the name of a reduction, e.g. ``sum``."""
     names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
     found = (name for name in names if opts is None or opts.reduceOp == getattr(dist.ReduceOp, name))

@@ -68,6 +68,10 @@ def check_types(build: Build, data: Callable[[], Any], axes: Mapping[str, int]) 
         RuntimeError: this process has a process group already.
     """
     begun = time.monotonic()
+    if axes.get("expert", 1) > 1 and max(axes.get("data", 1), axes.get("context", 1)) == 1:
+        raise ValueError(
+            f"expert={axes['expert']} needs replicas or parts that hold the experts: give data= or context="
+        )
     sizes = {name: axes.get(name, 1) for name in AXES if name in axes or name != "context"}
     several = [name for name in ("data", "context", "tensor", "expert") if axes.get(name, 1) > 1]
     last = {name: size - 1 for name, size in sizes.items() if name != "pipe"}

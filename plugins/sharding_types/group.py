@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -14,11 +15,10 @@ from torch import Tensor
 
 from ...grid import Grid
 from ..dry_run.exchange import NOT_RUN
-from ..dry_run.group import RecordedWork, Recorder, RecordingGroup, reduction
+from ..dry_run.group import RecordedWork, Recorder, RecordingGroup
 
 BACKEND = "triax_types"
-# Told of each collective: its name, the group, the input, the output, and the reduction.
-Listener = Callable[[str, "TypedGroup", Tensor, Tensor, str], None]
+Listener = Callable[[str, "TypedGroup", Tensor, Tensor], None]  # told of a collective's name, group, input and output
 
 
 class _OwnValues:
@@ -36,6 +36,20 @@ class _OwnValues:
         return NOT_RUN if "members" not in request else [[rank, self._given] for rank in request["members"]]
 
 
+def _told(name: str) -> Any:
+    """Return a method of ``RecordingGroup`` that tells the listener first."""
+    plain = getattr(RecordingGroup, name)
+
+    @wraps(plain)
+    def call(self: TypedGroup, *args: Any, **kwargs: Any) -> RecordedWork:
+        for output, tensor in [args[:2]] if isinstance(args[0], Tensor) else zip(args[0], args[0], strict=True):
+            self.tell(name, self, tensor, output)
+        work: RecordedWork = plain(self, *args, **kwargs)
+        return work
+
+    return call
+
+
 class TypedGroup(RecordingGroup):
     """Process group that tells a listener of its collectives."""
 
@@ -47,46 +61,12 @@ class TypedGroup(RecordingGroup):
         """Return the name of the backend."""
         return BACKEND
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> RecordedWork:
-        """Reduce in place."""
-        for tensor in tensors:
-            self.tell("all_reduce", self, tensor, tensor, reduction(opts))
-        return super().allreduce(tensors, opts)
-
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> RecordedWork:
-        """Overwrite with one rank's."""
-        for tensor in tensors:
-            self.tell("broadcast", self, tensor, tensor, "")
-        return super().broadcast(tensors, opts)
-
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> RecordedWork:
-        """Concatenate."""
-        self.tell("all_gather", self, tensor, output, "")
-        return super().all_gather_single(output, tensor, opts)
-
-    _allgather_base = all_gather_single
-
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> RecordedWork:
-        """Reduce, and keep a slice."""
-        self.tell("reduce_scatter", self, tensor, output, reduction(opts))
-        return super().reduce_scatter_single(output, tensor, opts)
-
-    _reduce_scatter_base = reduce_scatter_single
-
-    def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, receive: list[int] | None, send: list[int] | None, opts: Any = None
-    ) -> RecordedWork:
-        """Exchange rows."""
-        self.tell("all_to_all", self, tensor, output, "")
-        return super().all_to_all_single(output, tensor, receive, send, opts)
-
-    alltoall_base = all_to_all_single
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> RecordedWork:
-        """Receive another rank's tensor."""
-        for tensor in tensors:
-            self.tell("receive", self, tensor, tensor, "")
-        return super().recv(tensors, source, tag)
+    allreduce = _told("allreduce")
+    broadcast = _told("broadcast")
+    recv = _told("recv")
+    _allgather_base = all_gather_single = _told("all_gather_single")
+    _reduce_scatter_base = reduce_scatter_single = _told("reduce_scatter_single")
+    alltoall_base = all_to_all_single = _told("all_to_all_single")
 
 
 @contextmanager

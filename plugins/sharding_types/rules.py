@@ -100,18 +100,14 @@ def chosen(call: Call, value: Sharding, dim: int | None) -> Sharding:
 def settled(call: Call, given: Sequence[Sharding], found: Sharding) -> Sharding:
     """Return the type of a result with the kind of its gradient, and report gradients that miss a sum."""
     needed = [each for each, needs in zip(given, call.differentiable, strict=True) if needs]
-    whole, terms = (
-        [each for each in needs_of if each.kind == kind]
-        for needs_of, kind in ((needed, INVARIANT), (needed, REPLICATED))
-    )
+    whole, terms = ([each for each in needed if each.kind == kind] for kind in (INVARIANT, REPLICATED))
     if not found.equal:
         if whole:
             _unsummed(call, whole)
         return found
     if whole and terms:
         if all(each.parameter for each in terms) and not all(each.parameter for each in whole):
-            name = terms[0].parameter
-            call.report("summed_twice", f"{terms[0]}, and {whole[0]}", name)
+            call.report("summed_twice", f"{terms[0]}, and {whole[0]}", terms[0].parameter)
         else:
             _unsummed(call, whole)
     kind = REPLICATED if terms else INVARIANT if call.grad and found.role != "uniform" else CONSTANT
@@ -121,10 +117,10 @@ def settled(call: Call, given: Sequence[Sharding], found: Sharding) -> Sharding:
 def _unsummed(call: Call, whole: Sequence[Sharding]) -> None:
     """Report an input of which each rank computes a term of the gradient, which nothing sums."""
     named = next((each for each in whole if each.parameter), None)
-    if named is not None:
+    if named is None:
+        call.report("unsummed_value", f"{whole[0]}, in a computation in which each rank has a part")
+    else:
         call.report("unsummed_parameter", str(named), named.parameter)
-        return
-    call.report("unsummed_value", f"{whole[0]}, in a computation in which each rank has a part")
 
 
 def _typed(call: Call, given: Sequence[Sharding]) -> Sharding:
@@ -134,7 +130,7 @@ def _typed(call: Call, given: Sequence[Sharding]) -> Sharding:
         return _created(call)
     if family == "random":
         if call.grad:
-            _random(call)
+            call.report("random", "random numbers of this process")
         return given[0] if given else varying({}, role="random") if call.axis in _SUMMED else varying()
     if family == "counted" and call.axis != "tensor":  # how many there are depends on the tokens of a rank
         return varying()
@@ -147,10 +143,6 @@ def _created(call: Call) -> Sharding:
     if not call.differs:
         return Sharding(role="" if call.name == "arange" else "uniform")
     return varying({-1: 0} if call.name == "arange" else {}) if call.axis in _SUMMED else varying()
-
-
-def _random(call: Call) -> None:
-    call.report("random", "random numbers of this process")
 
 
 def _cut(call: Call, given: Sequence[Sharding]) -> Sharding:
@@ -180,7 +172,7 @@ def _cut(call: Call, given: Sequence[Sharding]) -> Sharding:
         levels[dim] = levels[dim] if levels[dim] and out.shape[dim] > levels[dim] else 0
     if removed:
         levels = {at + (at < dim): level for at, level in levels.items() if at != dim}
-    return replace(value, dims=tuple(sorted(levels.items())))
+    return replace(value, dims=levels)
 
 
 def _shaped(call: Call, given: Sequence[Sharding]) -> Sharding:
@@ -189,7 +181,7 @@ def _shaped(call: Call, given: Sequence[Sharding]) -> Sharding:
     if value.kind != VARYING or value.dims is None:
         return value
     dims = reshaped(value.levels, call.inputs[0].shape, call.outputs[0].shape)
-    return replace(value, dims=None if dims is None else tuple(sorted(dims.items())))
+    return replace(value, dims=dims)
 
 
 def _moved(call: Call, given: Sequence[Sharding]) -> Sharding:
@@ -211,7 +203,7 @@ def _moved(call: Call, given: Sequence[Sharding]) -> Sharding:
         places.insert(call.args[1] % after if call.name == "unsqueeze" else before, -1)
     to = {dim: at - len(places) for at, dim in enumerate(places)}
     levels = {to[dim + before]: level for dim, level in value.levels.items() if dim + before in to}
-    return replace(value, dims=tuple(sorted(levels.items())))
+    return replace(value, dims=levels)
 
 
 def _product(call: Call, given: Sequence[Sharding]) -> Sharding:
@@ -227,7 +219,7 @@ def _product(call: Call, given: Sequence[Sharding]) -> Sharding:
     elif inner[0] in a.levels or inner[1] in b.levels:
         for value, tensor, dim in ((a, x, inner[0]), (b, y, inner[1])):
             if value.equal and value.role != "uniform" and tensor.shape[dim] > 1:
-                _taken_for_slice(call, value)
+                call.report("taken_for_slice", str(value))
         found = Sharding(PARTIAL)
     elif VARYING in (a.kind, b.kind):
         unknown = any(value.kind == VARYING and value.dims is None for value in (a, b))
@@ -241,10 +233,6 @@ def _product(call: Call, given: Sequence[Sharding]) -> Sharding:
     else:
         found = Sharding()
     return _added(call, [given[0], found]) if first and call.inputs[0].numel() else found
-
-
-def _taken_for_slice(call: Call, value: Sharding) -> None:
-    call.report("taken_for_slice", str(value))
 
 
 def _along(call: Call, given: Sequence[Sharding]) -> Sharding:
@@ -266,7 +254,7 @@ def _along(call: Call, given: Sequence[Sharding]) -> Sharding:
     if family == "nll" and not call.outputs[0].dim():
         return Sharding(PARTIAL)
     levels = {dim + sum(1 for each in gone if each > dim): level for dim, level in levels.items()}
-    return replace(value, dims=tuple(sorted(levels.items())))
+    return replace(value, dims=levels)
 
 
 def _dims_of(call: Call) -> set[int]:
@@ -339,7 +327,7 @@ def _elementwise(call: Call, given: Sequence[Sharding]) -> Sharding:
         given.append(varying({}) if call.axis in _SUMMED else varying())
     if any(each.role == "random" for each in given):
         if call.grad:
-            _random(call)
+            call.report("random", "random numbers of this process")
         elif call.family in ("compare", "keep", "logic"):
             return varying({}, role="random")
     if any(each.kind == PARTIAL for each in given):
@@ -369,7 +357,7 @@ def _elementwise(call: Call, given: Sequence[Sharding]) -> Sharding:
         for value, x in zip(given, call.inputs):
             own = any(x.dim() >= -dim and x.shape[dim] > 1 for dim in levels)
             if own and value.equal and value.role != "uniform" and call.name not in ("cat", "stack", *_PLACES):
-                _taken_for_slice(call, value)
+                call.report("taken_for_slice", str(value))
                 break
     if call.name == "stack":
         at = call.arg(1, "dim", 0)
@@ -416,12 +404,8 @@ def _multiplied(call: Call, given: Sequence[Sharding]) -> Sharding:
     """Products of a term of a sum and a value that is equal on all ranks."""
     terms = [each for each in given if each.kind == PARTIAL]
     divided = call.name == "div" and given[0].kind != PARTIAL
-    if (
-        len(terms) == 1
-        and terms[0].reduction == "sum"
-        and not divided
-        and all(each.equal or each is terms[0] for each in given)
-    ):
+    alone = all(each.equal or each is terms[0] for each in given)
+    if alone and terms[0].reduction == "sum" and not divided:
         return replace(terms[0], parameter="")
     return _nonlinear(call, terms[0])
 

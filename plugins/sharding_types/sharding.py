@@ -16,7 +16,7 @@ elements of the merged one; 0 means the outermost.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 Dims = dict[int, int]  # dim from the end -> level
@@ -40,7 +40,7 @@ class Sharding:
     """
 
     kind: str = CONSTANT
-    dims: tuple[tuple[int, int], ...] | None = ()
+    dims: Dims | None = field(default_factory=dict)
     reduction: str = "sum"
     role: str = ""
     since: str = ""
@@ -59,7 +59,7 @@ class Sharding:
     def __str__(self) -> str:
         text = f"the parameter {self.parameter}, which is {self.kind}" if self.parameter else f"{_article(self.kind)}"
         if self.kind == VARYING and self.dims:
-            text += f" value, sliced along dim {', '.join(str(dim) for dim, _ in self.dims)}"
+            text += f" value, sliced along dim {', '.join(str(dim) for dim in sorted(self.dims))}"
         elif not self.parameter:
             text += " value"
         return text + (f" (from {self.since})" if self.since else "")
@@ -67,7 +67,7 @@ class Sharding:
 
 def varying(dims: Dims | None = None, **more: str) -> Sharding:
     """Return the type of different tensors; ``None``: it is not known in which dims they differ."""
-    return Sharding(VARYING, None if dims is None else tuple(sorted(dims.items())), **more)
+    return Sharding(VARYING, dims, **more)
 
 
 def reshaped(dims: Dims, before: Sequence[int], after: Sequence[int]) -> Dims | None:

@@ -299,16 +299,16 @@ class Tracer:
         here = _Here(name, _lines())
         return Call(name, args, {}, inputs, outputs, needs, axis, False, here, self.report(axis, name))
 
-    def collective(self, name: str, group: TypedGroup, tensor: Tensor, output: Tensor, reduction: str) -> None:
+    def collective(self, name: str, group: TypedGroup, tensor: Tensor, output: Tensor) -> None:
         """Type the output of a collective that has no gradient."""
         before = self.read(tensor)
         over = [axis for axis in self.axes if axis in group.axis or group.axis == "world"]
         over += ["data"] if group.axis == "expert" and "data" in self.axes else []
         for axis in over:
-            if name == "all_reduce" and torch.is_grad_enabled() and _key(tensor) in self._tracked:
-                self.report(axis, name)("no_gradient", f"{before[axis]} that needs a gradient")
-        known_type = Sharding() if name in ("all_reduce", "broadcast", "all_gather") else varying()
-        if output.dim() != tensor.dim() and name != "all_reduce":
+            if name == "allreduce" and torch.is_grad_enabled() and _key(tensor) in self._tracked:
+                self.report(axis, "all_reduce")("no_gradient", f"{before[axis]} that needs a gradient")
+        known_type = Sharding() if name in ("allreduce", "broadcast", "all_gather_single") else varying()
+        if output.dim() != tensor.dim() and name != "allreduce":
             before = {axis: each if each.kind != VARYING else varying(role=each.role) for axis, each in before.items()}
         self.write(output, {axis: known_type if axis in over else before[axis] for axis in self.axes}, True)
 

@@ -20,24 +20,24 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.import_reader import library  # found by the line above
 
 BUDGET = {
-    "plugins": 9688,
+    "plugins": 10644,
     "engine": 8531,
     "models": 7614,
     "pipe": 7612,
     "compat": 7047,
     "zero": 5871,
-    "grid": 4830,
+    "grid": 4836,
     "train": 4330,
-    "cli": 3443,
+    "cli": 3467,
     "data": 2249,
     "tensor_parallel": 2231,
     "checkpoint": 2199,
     "options": 1574,
     "inference": 1519,
-    "testing": 1456,
-    "context": 1455,
+    "testing": 1458,
+    "context": 1459,
     "base": 1429,
-    "moe": 1117,
+    "moe": 1118,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SLACK = 40  # lines of a room that may be saved before the number must be lowered

@@ -182,7 +182,11 @@ def test_check_types_prints_findings_and_returns_json(tmp_path: Path) -> None:
     assert code == 1 and not found["holds"] and found["ranks"] == 2 and len(found["findings"]) == 1
     code, text = run_triax("check", f"{file}:build", "--types", "data=4,pipe=2")
     assert code == 0 and "8 ranks, 2 layers" in text and "all types fit" in text
-    for sizes, says in (("tenor=2", "--types has 'tenor=2'"), ("pipe=4", "2 layers"), ("expert=2", "expert=2")):
+    for sizes, says in (
+        ("tenor=2", "--types has 'tenor=2'"),
+        ("pipe=4", "2 layers"),
+        ("expert=2", "expert=2 needs replicas"),
+    ):
         code, text = run_triax("check", f"{file}:build", "--types", sizes)
         assert code == 2 and says in text, text
 
