@@ -151,7 +151,7 @@ def _cut(call: Call, given: Sequence[Sharding]) -> Sharding:
     if call.name == "constant_pad_nd":
         pads = call.args[1]
         touched = {-1 - i // 2 for i, pad in enumerate(pads) if pad}
-        dim = next(iter(touched & value.levels.keys()), None)
+        dim: int = next(iter(touched & value.levels.keys()), 0)  # 0 is no dim from the end
         removed = False
     else:
         dim = call.arg(1, "dim", 0) if call.name in ("select", "slice", "unbind", "narrow") else call.arg(2, "dim", 0)

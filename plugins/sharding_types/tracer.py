@@ -193,9 +193,10 @@ class Tracer:
 
     def _sliced(self, tensor: Tensor, axis: str, value: Sharding) -> Sharding:
         """Return the type of an autograd function's result: sliced as an input of this shape (but for the last dim)."""
-        if value.kind != VARYING or not hasattr(tensor.grad_fn, "_forward_cls"):
+        made: Any = tensor.grad_fn
+        if value.kind != VARYING or not hasattr(made, "_forward_cls"):
             return value
-        for node, _ in tensor.grad_fn.next_functions:
+        for node, _ in made.next_functions:
             if node in self._nodes:
                 types, shape = self._nodes[node]
                 dims = types[axis].levels
@@ -399,7 +400,7 @@ class _TypedFunctions(TorchFunctionMode):
 
 def _key(tensor: Tensor) -> _Key:
     place = storage_id(tensor.untyped_storage())
-    return place, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
+    return place, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
 
 def _any_of(values: Sequence[Sharding]) -> Sharding:
