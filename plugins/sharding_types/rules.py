@@ -289,10 +289,12 @@ def _looked_up(call: Call, given: Sequence[Sharding]) -> Sharding:
     for each in others:
         if call.name == "embedding":
             levels |= {dim - 1: level for dim, level in each.levels.items()}
-        elif call.name == "index_select":
+        elif call.name == "index_select" and each.levels:
             at = call.args[1] - x.dim() if call.args[1] >= 0 else call.args[1]
-            levels |= dict.fromkeys([at] if each.levels else [], 0)
-        else:
+            if at in source.levels:  # in an order of each rank's own
+                return varying()
+            levels[at] = each.levels[-1]
+        elif call.name != "index_select":
             levels |= each.levels
     if call.name == "embedding":
         levels |= {dim: level for dim, level in source.levels.items() if dim == -1}
