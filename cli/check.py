@@ -42,6 +42,11 @@ class CheckFlags(Options):
         "Grid of any size, such as pipe=8,tensor=4: run a step of one rank of each class on the meta device, and "
         "compare nothing.",
     )
+    types: str | None = option(
+        None,
+        "Grid of any size, such as tensor=8,context=2: follow the type of each tensor (replicated, varying, partial) "
+        "on each axis through one rank's forward pass, without values, and name ops whose inputs do not fit.",
+    )
     costs: bool = option(False, "Print parameters, FLOPs, time and kept bytes of each layer on one process, too.")
     json: bool = option(False, "Print one JSON object.")
 
@@ -75,7 +80,9 @@ def check(
 
     build, batches = _target(target, changes or [], flags)
     if flags.dry is not None:
-        _dry(target, build, batches, _sizes(flags.dry), flags.json)
+        _dry(target, build, batches, _sizes("dry", flags.dry), flags.json)
+    if flags.types is not None:
+        _types(target, build, batches, _sizes("types", flags.types), flags.json)
     rows = list(run(build, batches, _axes(flags.axes), flags.ranks, flags.timeout, over_replicas=flags.over_replicas))
     holds = all(row.holds for row in rows)
     profile, kept = layer_costs(build, batches, flags.timeout) if flags.costs and rows[0].holds else ("", {})
@@ -100,7 +107,7 @@ def _target(target: str, changes: list[str], flags: CheckFlags) -> tuple[Any, An
     """Return the functions that make the model and its batches."""
     from .check_targets import read_target
 
-    return read_target(target, changes, flags.data, flags.dry is not None)
+    return read_target(target, changes, flags.data, flags.dry is not None or flags.types is not None)
 
 
 def _axes(text: str) -> list[str]:
@@ -117,7 +124,7 @@ def _axes(text: str) -> list[str]:
     return chosen
 
 
-def _sizes(text: str) -> dict[str, int]:
+def _sizes(flag: str, text: str) -> dict[str, int]:
     """Return the axes of a grid, by name.
 
     Raises:
@@ -129,7 +136,7 @@ def _sizes(text: str) -> dict[str, int]:
     for entry in text.split(","):
         name, _, size = (word.strip() for word in entry.partition("="))
         if name not in (*AXES, "expert") or not size.isdecimal() or not int(size):
-            raise ConfigError(f"--dry has {entry!r}: give axes and sizes, such as pipe=8,tensor=4,data=2")
+            raise ConfigError(f"--{flag} has {entry!r}: give axes and sizes, such as pipe=8,tensor=4,data=2")
         sizes[name] = int(size)
     return sizes
 
@@ -140,6 +147,25 @@ def _dry(target: str, build: Any, batches: Any, sizes: dict[str, int], as_json: 
 
     ranks = math.prod(size for axis, size in sizes.items() if axis != "expert")  # experts lie on the data axis
     dry_run(partial(train_without_values, build, batches, sizes), ranks, target if as_json else None)
+
+
+@one_line_errors
+def _types(target: str, build: Any, batches: Any, sizes: dict[str, int], as_json: bool) -> NoReturn:
+    """Check the types of one rank's tensors, print what does not fit, and exit."""
+    from ..plugins.sharding_types.check_types import check_types
+
+    found = check_types(build, batches, sizes)
+    if as_json:
+        typer.echo(json.dumps({"target": target, "holds": found.holds, **found.as_json()}))
+    else:
+        for finding in found.findings:
+            terminal().print(escaped(f"{finding}\n"))
+        count = len(found.findings)
+        said = (
+            "all types fit" if found.holds else f"{count} {'op' if count == 1 else 'ops'} with inputs that do not fit"
+        )
+        typer.echo(f"{found.ranks:,} ranks, {found.layers} layers, {found.ops:,} ops in {found.seconds:.1f} s: {said}")
+    raise typer.Exit(0 if found.holds else 1)
 
 
 def _result(row: Any) -> str:

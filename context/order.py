@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..base.uncompiled import uncompiled
 from ..grid.comm.axis import Axis
@@ -165,6 +166,9 @@ def gather(x: Tensor, axis: Axis, length: int, dim: int = 1, partial: bool = Fal
     """
     if axis.size == 1:
         return x
+    if has_torch_function_unary(x):  # as in ``border``
+        seen: Tensor = handle_torch_function(gather, (x,), x, axis, length, dim, partial)
+        return seen
     gathered: Tensor = _Gather.apply(x, axis, length, dim % x.dim(), partial)
     return gathered
 

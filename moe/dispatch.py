@@ -46,10 +46,11 @@ class Dispatch:
         self._axis, (self._tokens, self._k) = axis, experts.shape
         flat = experts.flatten()
         counts = torch.zeros(count + 1, dtype=torch.int64, device=flat.device)
-        counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:count]
+        counts, known = counts.scatter_add_(0, flat, torch.ones_like(flat))[:count], None
         if flat.is_meta:  # a dry run: each expert is given as many
             spans = [split(flat.numel(), count, expert) for expert in range(count)]
-            counts = torch.tensor([stop - start for start, stop in spans], device=flat.device)
+            known = [stop - start for start, stop in spans]
+            counts = torch.tensor(known, device=flat.device)
         order = flat.argsort(stable=True)  # entries without an expert come last
         if lend and axis.size > 1:
             self._lend(order, counts, lend)
@@ -57,7 +58,7 @@ class Dispatch:
         self._pairs = order if complete else order[: int(counts.sum())]
         self._receive, self._send, self._order = [0], [0], None
         if axis.size == 1:
-            self.groups = Groups(counts)
+            self.groups = Groups(counts, known)
             return
         sent = counts.view(axis.size, -1).contiguous()  # (ranks, E / size)
         received = torch.empty_like(sent)

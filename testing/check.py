@@ -261,6 +261,8 @@ def _cause(found: Sequence[Steps], wanted: Steps, axis: str | None, at: Composit
 
 def _factor(found: Tensor, wanted: Tensor) -> float | None:
     """Return the number by which one tensor is the other times; None if there is none."""
+    if found.shape != wanted.shape:
+        return None
     largest = wanted.abs().max() if wanted.numel() else wanted.new_zeros(())
     if not largest > 0:
         return 1.0

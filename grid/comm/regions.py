@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ...base.uncompiled import uncompiled
 from ..ranges import split
@@ -160,7 +161,12 @@ def border(
             f"over the replicas, gather_reduce_scatter(x[None], grid.{name}, dim=0).sum(0); for the shards of one "
             "layer, an axis of ranks that compute one loss, such as grid.tensor"
         )
-    return x if axis.size == 1 else _apply(forward, backward, x, axis, dim, length, unit, ours)
+    if axis.size == 1:
+        return x
+    if has_torch_function_unary(x):  # a mode that types values (plugins/sharding_types) sees the border itself
+        seen: Tensor = handle_torch_function(border, (x,), forward, backward, x, axis, dim, length, unit, ours)
+        return seen
+    return _apply(forward, backward, x, axis, dim, length, unit, ours)
 
 
 @uncompiled

@@ -29,7 +29,7 @@ from ...zero.held_bytes import held_bytes
 from .exchange import HangError, RankSocket
 from .group import BACKEND, Recorder, RecordingGroup
 from .traced_rank import Comparison, trace_environment, traced
-from .values import MetaValues
+from .values import OF_AUTOCAST, MetaValues, without_meta
 
 
 class Script(NamedTuple):
@@ -150,8 +150,8 @@ def _enter(rank: int, settings: Settings, recorder: Recorder, comparisons: set[C
     _replace(dist, "init_process_group", lambda *_, **__: None)
     _replace(dist, "get_rank", _traced_get_rank(dist.get_rank, comparisons))
     ignore_device_choice()
-    for name in ("autocast", "is_autocast_enabled", "get_autocast_dtype"):
-        _replace(torch, name, _without_meta(getattr(torch, name)))
+    for name in OF_AUTOCAST:
+        _replace(torch, name, without_meta(getattr(torch, name)))
     of_optimizers = sys.modules[torch.optim.Optimizer.__module__]
     supported = of_optimizers._get_fused_kernels_supported_devices
     _replace(of_optimizers, "_get_fused_kernels_supported_devices", lambda: [*supported(), "meta"])
@@ -182,16 +182,6 @@ def _traced_get_rank(plain: Callable[..., int], comparisons: set[Comparison]) ->
         return traced(rank, "world", comparisons) if whole else rank
 
     return get_rank
-
-
-def _without_meta(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of autocast that takes the meta device for a CPU, because torch has no autocast for it."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args = tuple("cpu" if each == "meta" else each for each in args)
-        return function(*args, **{key: "cpu" if each == "meta" else each for key, each in kwargs.items()})
-
-    return call
 
 
 def _replace(owner: Any, name: str, function: Any) -> None:

@@ -36,6 +36,19 @@ _COMPARISONS = frozenset(
 _OF_TESTS = frozenset(("any", "all", "logical_not", "logical_and", "logical_or", "__invert__", "__and__", "__or__"))
 _ASKED = _COMPARISONS | _OF_TESTS | frozenset(_TESTS)
 
+# Functions of torch that are given a tensor's device: there is no autocast for the meta device.
+OF_AUTOCAST = ("autocast", "is_autocast_enabled", "get_autocast_dtype")
+
+
+def without_meta(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of autocast that takes the meta device for a CPU, because torch has no autocast for it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args = tuple("cpu" if each == "meta" else each for each in args)
+        return function(*args, **{key: "cpu" if each == "meta" else each for key, each in kwargs.items()})
+
+    return call
+
 
 def known(tensor: Tensor) -> Tensor | None:
     """Return the values of a tensor: itself on a CPU, what is known of a meta tensor, else None.

@@ -20,24 +20,24 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.import_reader import library, statements  # found by the line above
 
 BUDGET = {
-    "plugins": 9743,
+    "plugins": 10702,
     "engine": 8542,
     "pipe": 7630,
     "models": 7614,
     "compat": 7047,
     "zero": 5870,
-    "grid": 4832,
+    "grid": 4838,
     "train": 4336,
-    "cli": 3460,
+    "cli": 3484,
     "data": 2249,
     "tensor_parallel": 2231,
     "checkpoint": 2199,
     "options": 1579,
     "inference": 1519,
-    "testing": 1456,
-    "context": 1455,
-    "base": 1443,
-    "moe": 1117,
+    "context": 1459,
+    "testing": 1458,
+    "base": 1442,
+    "moe": 1118,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SLACK = 40  # lines of a room that may be saved before the number must be lowered

@@ -26,11 +26,12 @@ ROOMS = tuple(LEVEL)
 # Rooms of parts that can each be deleted: cli/, the front door and entry points find them.
 BESIDE = ("plugins", "compat")
 # A part -> the other part that it needs: DeepSpeed's mpu argument is Megatron's, the Trainer takes DeepSpeed's JSON,
-# and fault-tolerant replicas with local updates take local SGD's outer optimizer.
+# fault-tolerant replicas with local updates take local SGD's outer optimizer, and types need a dry run's values.
 NEEDS = {
     "compat/deepspeed": "compat/megatron",
     "compat/huggingface": "compat/deepspeed",
     "plugins/fault_tolerance": "plugins/local_sgd",
+    "plugins/sharding_types": "plugins/dry_run",
 }
 # Files and folders that run where torch is not installed, on the standard library alone.
 BARE = (

@@ -348,7 +348,7 @@ def test_triax_check_makes_a_random_batch_if_none_is_given(tmp_path: Path) -> No
     code, text = run_triax("check", f"{file}:layers")
     assert code == 2 and "layers(grid) raised TypeError" in text, text
     code, text = run_triax("check", f"{file}:layers", "--dry", "data=2")
-    assert code == 2 and "has no function 'batches', which --dry needs" in text
+    assert code == 2 and "has no function 'batches', which --dry and --types need" in text
 
 
 def test_triax_check_dry_says_if_a_grid_is_possible(tmp_path: Path) -> None:
