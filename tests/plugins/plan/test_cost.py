@@ -309,10 +309,14 @@ def test_fp8_products_are_faster_but_less_than_twice() -> None:
 
 def test_attention_without_fusion_reads_and_writes_its_scores() -> None:
     a100 = MACHINES["a100-80g"]
-    plain = CostModel(work(8, machine=a100)).step(ParallelLayout()).kinds["attention"]
+    model = CostModel(work(8, machine=a100))
+    plain = model.step(ParallelLayout()).kinds["attention"]
     fused = CostModel(work(8, machine=replace(a100, fused_attention=True))).step(ParallelLayout()).kinds["attention"]
     microbatches, layers, heads = 8, 32, 32
     scores = microbatches * layers * heads * 2048**2
     forward = (2 + 2) + (2 + 2 + 1)  # softmax reads and writes bf16; dropout also writes a mask of one byte
     backward = (2 + 1 + 2) + (2 + 2 + 2)  # of dropout, and of softmax, which reads its output too
-    assert plain > (forward + backward) * scores / a100.elementwise_speed and fused < plain / 3
+    scored, weighed = (model.device.product(2048, *sizes, heads) for sizes in ((128, 2048), (2048, 128)))
+    products = microbatches * layers * (2 * scored + 4 * weighed)  # Q K^T and P V, forward and backward
+    assert math.isclose(plain - products, (forward + backward) * scores / a100.elementwise_speed, rel_tol=1e-9)
+    assert fused < plain / 3
