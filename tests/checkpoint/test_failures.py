@@ -75,6 +75,21 @@ def test_a_full_disk_at_any_system_call_keeps_old_checkpoints(
     assert calls[0] == calls[1] > (20 if victim == 0 else 10)
 
 
+def save_in_a_fork(trained: Any, folder: Path, number: int) -> bool:
+    """Save as ``new`` in a fork, which is killed at its system call ``number``; return True if it lived to the end."""
+    process = os.fork()
+    if not process:
+        done = False
+        try:
+            with disturbed(number, lambda: os._exit(9)):
+                done = trained.save_checkpoint(folder, "new", {"save": number})
+        finally:
+            os._exit(0 if done else 1)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    assert code in (0, 9)
+    return code == 0
+
+
 @pytest.mark.parametrize("replaces", [False, True], ids=["new", "replaced"])
 def test_a_kill_at_any_system_call_keeps_old_checkpoints(tmp_path: Path, replaces: bool) -> None:
     """A fork of the run dies at each call in turn: the last checkpoint is then the old one or the new one, whole."""
@@ -87,7 +102,7 @@ def test_a_kill_at_any_system_call_keeps_old_checkpoints(tmp_path: Path, replace
     gc.collect()
     assert not (tmp_path / ".lock").exists()
 
-    def held(tag: str | None = None) -> int:
+    def number_in_checkpoint(tag: str | None = None) -> int:
         return int(other.load_checkpoint(tmp_path, tag)[1]["save"])
 
     last, new = -1, None
@@ -96,26 +111,17 @@ def test_a_kill_at_any_system_call_keeps_old_checkpoints(tmp_path: Path, replace
             shutil.rmtree(tmp_path / "new", ignore_errors=True)
             (tmp_path / "latest").write_text("good")
             last, new = -1, None
-        pid = os.fork()
-        if not pid:
-            done = False
-            try:
-                with disturbed(number, lambda: os._exit(9)):
-                    done = trained.save_checkpoint(tmp_path, "new", {"save": number})
-            finally:
-                os._exit(0 if done else 1)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert code in (0, 9)
-        now = held()
-        assert now == number or (code and now == last), number
+        saved = save_in_a_fork(trained, tmp_path, number)
+        now = number_in_checkpoint()
+        assert now == number or (not saved and now == last), number
         if new is not None or (tmp_path / "new").exists():  # under its name too, at any moment
-            before, new = new, held("new")
-            assert new == number or (code and new == before), number
+            before, new = new, number_in_checkpoint("new")
+            assert new == number or (not saved and new == before), number
         other.checkpointer.resume(tmp_path)
         assert other.resumed[1]["save"] in (now, new) and other.global_steps == 1
         assert not [*tmp_path.glob(".*.old")]
         last = now
-        if code == 0:
+        if saved:
             break
     assert number > 20 and tags(tmp_path) == ["good", "new"] and last == new == number
 

@@ -80,12 +80,12 @@ def errors_of_two_engines(folder: str) -> list[str]:
     """Save two engines of unlike models into one folder, and two of equal models; return the errors."""
     grid = triax.Grid(timeout=60)
     options = triax.EngineOptions(optimizer=torch.optim.SGD, batch=triax.Batch(size=2), zero=triax.Zero(stage=3))
-    makes, judges, again = (triax.Engine(nn.Linear(4, width), options, grid=grid) for width in (2, 1, 2))
-    makes.save_checkpoint(folder)
-    found = error_text(lambda: judges.save_checkpoint(folder), ConfigError)
-    judges.save_checkpoint(folder, tag="judges")
-    makes.load_checkpoint(folder, tag="global_step0")
-    again.save_checkpoint(folder)  # of the same model: a run that starts again
+    first, unlike, restarted = (triax.Engine(nn.Linear(4, width), options, grid=grid) for width in (2, 1, 2))
+    first.save_checkpoint(folder)
+    found = error_text(lambda: unlike.save_checkpoint(folder), ConfigError)
+    unlike.save_checkpoint(folder, tag="unlike")
+    first.load_checkpoint(folder, tag="global_step0")
+    restarted.save_checkpoint(folder)  # of the same model: a run that starts again
     return [found]
 
 

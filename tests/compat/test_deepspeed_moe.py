@@ -52,7 +52,7 @@ def train(ep_size: int, stage: int, options: dict[str, Any]) -> dict[str, Any]:
             "train_batch_size": 4,
             "train_micro_batch_size_per_gpu": 2,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         }
         engine, *_ = deepspeed.initialize(model=model, config=config)
         ranks = range(2) if ep_size == 1 else [engine.grid.rank]

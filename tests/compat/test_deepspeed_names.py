@@ -115,10 +115,7 @@ def test_importing_a_missing_name_raises_its_sentence(installed: None) -> None:
         adapter.zero.nonsense  # noqa: B018
 
 
-def test_imports_of_gpt_neox_and_diffusion_pipe_are_answered(
-    installed: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What the two programs import of DeepSpeed: present, or answered by what to use instead."""
+def test_gpt_neox_and_diffusion_pipe_import_their_names(installed: None) -> None:
     for statement in (
         "from deepspeed.launcher.runner import DLTS_HOSTFILE, fetch_hostfile, parse_inclusion_exclusion",
         "from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology",
@@ -130,21 +127,36 @@ def test_imports_of_gpt_neox_and_diffusion_pipe_are_answered(
         "import deepspeed.comm.comm as dist",
     ):
         exec(statement, {})
-    for statement, told in (
-        ("from deepspeed.runtime.pipe.schedule import SendGrad", "set pipeline.schedule to a schedule's name"),
-        ("from deepspeed.runtime.bf16_optimizer import BF16_Optimizer", "the engine holds the master weights"),
-        ("from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler", "pass a dataset"),
-        ("from deepspeed.comm import mpi_discovery", "grid reads the launcher"),
-        ("from deepspeed.launcher.runner import main", "use triax run"),
-        ("from deepspeed.launcher.runner import EXPORT_ENVS", "--export NAME"),
-    ):
-        with pytest.raises(ImportError) as error:
-            exec(statement, {})
-        assert told in str(error.value) or "cannot import name" in str(error.value), statement
-    with pytest.raises(AttributeError, match="by --export NAME"):
-        adapter.launcher.runner.EXPORT_ENVS  # type: ignore[attr-defined]  # noqa: B018
     assert adapter.checkpointing._CUDA_RNG_STATE_TRACKER is adapter.checkpointing.get_cuda_rng_tracker()
     assert adapter.checkpointing._MODEL_PARALLEL_RNG_TRACKER_NAME == "model-parallel-rng"
+    marked = importlib.import_module("deepspeed.runtime.utils").is_model_parallel_parameter
+    linear = triax.tensor_parallel.ColumnParallelLinear(2, 2, grid=triax.Grid())
+    assert marked(linear.weight) and not marked(nn.Linear(2, 2).weight)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "instead"),
+    [
+        ("runtime.pipe.schedule", "SendGrad", "set pipeline.schedule to a schedule's name"),
+        ("runtime.bf16_optimizer", "BF16_Optimizer", "the engine holds the master weights"),
+        ("runtime.data_pipeline.curriculum_scheduler", "CurriculumScheduler", "pass a dataset"),
+        ("comm", "mpi_discovery", "grid reads the launcher"),
+        ("launcher.runner", "main", "use triax run"),
+        ("launcher.runner", "EXPORT_ENVS", "by --export NAME"),
+        ("utils.groups", "initialize", r"groups\.initialize: process groups belong to the engine's grid"),
+    ],
+)
+def test_a_name_that_triax_lacks_says_what_to_use(installed: None, module: str, name: str, instead: str) -> None:
+    """GPT-NeoX and diffusion-pipe import these names of DeepSpeed."""
+    with pytest.raises(ImportError):
+        exec(f"from deepspeed.{module} import {name}", {})
+    with pytest.raises((ImportError, AttributeError), match=instead):
+        getattr(importlib.import_module(f"deepspeed.{module}"), name)
+
+
+def test_deepspeeds_host_files_are_read_and_filtered(
+    installed: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     runner = importlib.import_module("deepspeed.launcher.runner")
     (tmp_path / "hosts").write_text("one slots=2\ntwo slots=3\n")
     pool = runner.fetch_hostfile(tmp_path / "hosts")
@@ -152,12 +164,6 @@ def test_imports_of_gpt_neox_and_diffusion_pipe_are_answered(
     assert "there is no hostfile" in caplog.text
     assert runner.parse_inclusion_exclusion(pool, "", "two:1") == {"one": [0, 1], "two": [0, 2]}
     assert runner.parse_inclusion_exclusion(pool, "two:0,2", "") == {"two": [0, 2]}
-    groups = importlib.import_module("deepspeed.utils.groups")
-    with pytest.raises(AttributeError, match=r"groups\.initialize: process groups belong to the engine's grid"):
-        groups.initialize  # noqa: B018
-    marked = importlib.import_module("deepspeed.runtime.utils").is_model_parallel_parameter
-    linear = triax.tensor_parallel.ColumnParallelLinear(2, 2, grid=triax.Grid())
-    assert marked(linear.weight) and not marked(nn.Linear(2, 2).weight)
 
 
 def kind_of(value: object) -> str:

@@ -55,13 +55,13 @@ def test_elastic_batch_sizes_equal_those_of_deepspeed(settings: Any, wanted: Any
         assert sizes(found, replicas) == (batch, micro)
 
 
-def test_an_engine_takes_the_sizes_for_its_replicas() -> None:
+def test_elastic_batch_sizes_fit_each_number_of_replicas() -> None:
     config = parse_config({"elasticity": SECTION})
     for replicas in (1, 8, 60):
-        taken = batch_sizes(config, replicas)
-        assert taken.train == taken.micro * taken.accumulation * replicas == 1680
-        again = resolved(config, taken)  # it has the sizes that elasticity chose, and is a configuration
-        assert batch_sizes(parse_config(again), replicas) == taken
+        chosen_sizes = batch_sizes(config, replicas)
+        assert chosen_sizes.train == chosen_sizes.micro * chosen_sizes.accumulation * replicas == 1680
+        written = resolved(config, chosen_sizes)  # a configuration with the sizes that elasticity chose
+        assert batch_sizes(parse_config(written), replicas) == chosen_sizes
 
 
 def test_an_error_for_a_wrong_replica_count_names_those_that_fit() -> None:

@@ -17,9 +17,9 @@ from triax.cli.main import app
 from triax.compat.huggingface.auto_values import AutoValues, hidden_size
 
 from support.trainer_jobs import (
+    logged,
     model_of,
     replicas_here,
-    told,
     trainer_of,
     zero,
 )
@@ -38,7 +38,7 @@ OPTIONS: list[dict[str, Any]] = [
 def with_options(out: str, replicas: int, config: Any, options: dict[str, Any]) -> dict[str, Any]:
     trainer = trainer_of("gpt2", out, replicas, config, **{"max_steps": 14, "save_strategy": "no"} | options)
     trainer.train()
-    return {**told(trainer), "tokens": trainer.state.num_input_tokens_seen, "flos": trainer.state.total_flos}
+    return {**logged(trainer), "tokens": trainer.state.num_input_tokens_seen, "flos": trainer.state.total_flos}
 
 
 @pytest.mark.exhaustive
@@ -95,10 +95,10 @@ def by_the_configuration(out: str) -> dict[str, Any]:
     """The optimizer and the schedule are the configuration's; rates are of the step that was made."""
     trainer = trainer_of("gpt2", out, replicas_here(), CONFIG, max_steps=6, save_steps=3)
     trainer.train()
-    found = told(trainer)
+    found = logged(trainer)
     resumed = trainer_of("gpt2", out, replicas_here(), CONFIG, max_steps=6, save_steps=3)
     resumed.train(resume_from_checkpoint=f"{out}/checkpoint-3")
-    return {"found": found, "again": told(resumed), "scheduler": type(trainer.lr_scheduler).__name__}
+    return {"found": found, "again": logged(resumed), "scheduler": type(trainer.lr_scheduler).__name__}
 
 
 def test_the_trainer_uses_optimizer_and_schedule_of_the_file(ranks: Any, tmp_path: Path) -> None:
@@ -264,15 +264,15 @@ def test_all_mismatches_are_named_in_one_error() -> None:
     values.from_arguments(Arguments(), replicas=4)
     with pytest.raises(ConfigError) as error:
         values.from_run(Arguments(), 96, 200)
-    told = str(error.value)
+    message = str(error.value)
     for line in (
         "train_batch_size is 61; 4 replicas * 3 * 5 is 60",
         "optimizer.params.lr is 0.001; learning_rate is 0.0002",
         "bf16.enabled is false; bf16 is true",
         "scheduler.params.total_num_steps is 7; the number of training steps is 200",
     ):
-        assert f"- {line}\n" in told
-    assert told.count("\n- ") == 4
+        assert f"- {line}\n" in message
+    assert message.count("\n- ") == 4
 
 
 def test_absent_keys_come_from_the_trainers_arguments() -> None:

@@ -268,7 +268,7 @@ def test_trls_sft_trainer_trains_the_same_on_a_pipe_axis(ranks: Any, tmp_path: P
 
 
 @pytest.mark.exhaustive
-def test_trls_sft_trainer_with_lora_on_three_axes(ranks: Any, tmp_path: Path) -> None:
+def test_trls_sft_trainer_with_lora_trains_the_same_on_three_axes(ranks: Any, tmp_path: Path) -> None:
     (wanted,) = ranks(1, fine_tuned, str(tmp_path / "plain"), 1, None, lora=True, timeout=240)
     options = {"grid": {"pipe": 2, "tensor": 2, "data": 2}, "triax": {"zero_optimization": {"stage": 2}}}
     for found in ranks(8, fine_tuned, str(tmp_path / "out"), 2, options, lora=True, timeout=240):

@@ -23,11 +23,12 @@ from triax.base.errors import ConfigError
 
 from support.paths import ROOT
 from support.rank_checks import triax_warnings
+from support.toys import error_text
 from support.trainer_jobs import (
     Text,
+    logged,
     model_of,
     replicas_here,
-    told,
     trainer_of,
     weights,
     zero,
@@ -54,7 +55,7 @@ def classified(out: str, replicas: int, accumulation: int, config: Any) -> dict[
     options |= {"gradient_accumulation_steps": accumulation, "eval_steps": 2, "save_strategy": "no"}
     trainer = trainer_of("gpt2", out, replicas, config, model=model, data=(Classes(32), Classes(8, 100)), **options)
     trainer.train()
-    return told(trainer)
+    return logged(trainer)
 
 
 def test_losses_without_item_counts_train_as_transformers(ranks: Any, tmp_path: Path) -> None:
@@ -119,9 +120,9 @@ def twice(out: str, replicas: int, config: Any) -> Any:
     """Result of a second train(), which continues with weights and moments, and a new schedule."""
     trainer = trainer_of("llama", out, replicas, config, max_steps=6, save_strategy="no", eval_strategy="no")
     trainer.train()
-    first = told(trainer)["loss"]
+    first = logged(trainer)["loss"]
     trainer.train()
-    return first, told(trainer)["loss"]
+    return first, logged(trainer)["loss"]
 
 
 @pytest.mark.exhaustive
@@ -147,7 +148,7 @@ def with_given_optimizer(out: str, replicas: int, config: Any, resume: str | Non
     ]
     trainer.lr_scheduler = kinds.SequentialLR(trainer.optimizer, parts, [4])
     trainer.train(resume_from_checkpoint=resume)
-    return told(trainer)
+    return logged(trainer)
 
 
 @pytest.mark.exhaustive
@@ -166,26 +167,36 @@ class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
         return (text[index] for index in range(44))
 
 
-def streamed(out: str, replicas: int, config: Any, **options: Any) -> Any:
+def streaming_trainer(out: str, replicas: int, config: Any, **options: Any) -> Any:
     trainer = trainer_of("gpt2", out, replicas, config, max_steps=8, eval_strategy="no", save_strategy="no", **options)
     trainer.train_dataset = Stream()
-    if options.get("accelerator_config") is None and config is not None and trainer.grid.tensor.size > 1:
-        with pytest.raises(ConfigError, match="dispatch_batches"):
-            trainer.train()
-        return None
+    return trainer
+
+
+def losses_of_stream(*args: Any, **options: Any) -> list[float]:
+    trainer = streaming_trainer(*args, **options)
     trainer.train()
-    return told(trainer)["loss"]
+    return logged(trainer)["loss"]
 
 
 @pytest.mark.exhaustive
 def test_an_iterable_data_set_trains_as_on_one_process(ranks: Any, tmp_path: Path) -> None:
-    (wanted,) = ranks(1, streamed, str(tmp_path), 1, None)
-    assert ranks(2, streamed, str(tmp_path), 1, zero(1, 2)) == [None, None]
+    (wanted,) = ranks(1, losses_of_stream, str(tmp_path), 1, None)
     shared = {"dispatch_batches": False}
     for data, tensor, options in ((2, 1, None), (2, 1, shared), (1, 2, shared), (2, 2, shared)):
         config = zero(1, tensor)
-        for found in ranks(data * tensor, streamed, str(tmp_path), data, config, accelerator_config=options):
+        for found in ranks(data * tensor, losses_of_stream, str(tmp_path), data, config, accelerator_config=options):
             assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def error_of_dispatched_stream(out: str) -> str:
+    return error_text(streaming_trainer(out, 1, zero(1, 2)).train, ConfigError)
+
+
+@pytest.mark.exhaustive
+def test_dispatched_batches_are_refused_on_a_tensor_axis(ranks: Any, tmp_path: Path) -> None:
+    for message in ranks(2, error_of_dispatched_stream, str(tmp_path)):
+        assert "dispatch_batches" in message
 
 
 def test_a_folder_of_weights_alone_is_not_resumed(tmp_path: Path) -> None:
@@ -264,7 +275,7 @@ def test_the_trainer_resumes_from_the_newest_whole_checkpoint(tmp_path: Path, ca
         caplog.clear()
         (again := trainer()).train(resume_from_checkpoint=True)
         assert words in caplog.text and "the run is resumed from" in caplog.text, damage
-        assert told(again)["loss"] == pytest.approx(told(first)["loss"], abs=1e-6)
+        assert logged(again)["loss"] == pytest.approx(logged(first)["loss"], abs=1e-6)
     shutil.rmtree(tmp_path / "run" / "checkpoint-2")
     without_state(tmp_path / "run" / "checkpoint-4")
     with pytest.raises(ConfigError, match="No other checkpoint there is whole"):
@@ -307,7 +318,7 @@ def evaluated_first(out: str, replicas: int, config: Any, first: bool) -> list[f
         trainer.save_model(f"{out}/before")
     trainer.train()
     trainer.save_model(f"{out}/after")
-    return told(trainer)["loss"]
+    return logged(trainer)["loss"]
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in range(3)), 3])
@@ -408,7 +419,7 @@ def noisy(out: str, config: Any, alpha: float | None, fresh: bool) -> tuple[list
     if fresh:
         trainer.model_init = lambda: model_of("gpt2")
     trainer.train()
-    return told(trainer)["loss"], hooks
+    return logged(trainer)["loss"], hooks
 
 
 def test_noise_on_embeddings_reaches_tensor_ranks(ranks: Any, tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from support.trainer_jobs import (
     CASES,
     STEPS,
     Text,
+    logged,
     model_of,
     replicas_here,
-    told,
     trainer_of,
     weights,
     zero,
@@ -35,7 +35,7 @@ def run(
     """Train, predict, and say what happened."""
     trainer = trainer_of(case, out, replicas, config, **options)
     trainer.train(resume_from_checkpoint=resume)
-    found: dict[str, Any] = told(trainer)
+    found: dict[str, Any] = logged(trainer)
     found["predicted"] = trainer.predict(Text(7, 200)).predictions
     found["best"] = trainer.state.best_model_checkpoint
     trainer.save_model(f"{out}/last")
@@ -109,7 +109,7 @@ def adapted(out: str, replicas: int, config: Any = None) -> list[float]:
     model = peft.get_peft_model(model_of("llama"), peft.LoraConfig(**options))
     trainer = trainer_of("llama", out, replicas, config, model, max_steps=4, save_steps=4, eval_strategy="no")
     trainer.train()
-    return told(trainer)["loss"]
+    return logged(trainer)["loss"]
 
 
 def test_modules_that_peft_trains_whole_are_saved_in_stage_3(ranks: Any, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def best(out: str, config: Any) -> dict[str, Any]:
     trainer = trainer_of("gpt2", out, replicas_here(), config, save_total_limit=2, max_steps=15, **options)
     trainer.train()
     trainer.save_model(f"{out}/last")
-    losses = told(trainer)["eval_loss"]
+    losses = logged(trainer)["eval_loss"]
     again = trainer.evaluate()["eval_loss"]
     trainer.accelerator.wait_for_everyone()
     return {"losses": losses, "again": again, "best": trainer.state.best_model_checkpoint, "kept": os.listdir(out)}
@@ -184,7 +184,7 @@ def narrow(out: str, key: str, stage: int) -> Any:
     trainer = trainer_of("gpt2", out, replicas_here(), config, **{key: True})
     trainer.train()
     trainer.save_model(f"{out}/last")
-    return told(trainer), {str(p.dtype) for p in trainer.model.parameters()}, trainer.engine.skipped_steps
+    return logged(trainer), {str(p.dtype) for p in trainer.model.parameters()}, trainer.engine.skipped_steps
 
 
 @pytest.mark.exhaustive

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from triax.context import (
     BigBirdSparsity,
@@ -56,18 +57,22 @@ def test_bslongformer_sparsity_draws_deepspeeds_pattern() -> None:
 
 
 def test_bigbird_draws_its_random_blocks_from_the_seed_alone() -> None:
-    sparsity = BigBirdSparsity(num_random_blocks=3, different_layout_per_head=True)
-    layout = sparsity.layout(64 * 16, range(4))
-    assert torch.equal(
-        layout, BigBirdSparsity(num_random_blocks=3, different_layout_per_head=True).layout(1024, range(4))
-    )
-    assert torch.equal(layout[2:], sparsity.layout(1024, range(2, 4)))
-    assert not torch.equal(layout[0], layout[1])
-    window = BigBirdSparsity(num_random_blocks=0).layout(1024)[0]
-    random = (layout & ~window).sum(2)
-    assert int(random.max()) == 3 and 2.0 < float(random[:, 1:].float().mean()) <= 3.0
-    assert not torch.equal(layout[:1], BigBirdSparsity(num_random_blocks=3, seed=1).layout(1024))
-    assert int(BigBirdSparsity(attention="unidirectional").layout(1024).triu(1).sum()) == 0
+    def four_heads(**options: Any) -> Tensor:
+        return BigBirdSparsity(num_random_blocks=3, different_layout_per_head=True, **options).layout(1024, range(4))
+
+    assert torch.equal(four_heads(), four_heads()) and not torch.equal(four_heads(), four_heads(seed=1))
+    first, second, *_ = four_heads()
+    assert not torch.equal(first, second)
+    last_heads = BigBirdSparsity(num_random_blocks=3, different_layout_per_head=True).layout(1024, range(2, 4))
+    assert torch.equal(four_heads()[2:], last_heads), "a head's blocks depend on the heads that are asked for"
+
+
+def test_bigbird_adds_its_random_blocks_to_its_window() -> None:
+    window, layout = (BigBirdSparsity(num_random_blocks=count).layout(64 * 16)[0] for count in (0, 3))
+    added = (layout & ~window).sum(1)  # in each of 64 rows of blocks; a drawn block may lie in the window already
+    assert bool((layout | window == layout).all()) and int(added.max()) == 3
+    assert added[1:].float().mean() > 2  # of 64 blocks 3 to 5 are in the window
+    assert not BigBirdSparsity(attention="unidirectional").layout(64 * 16).triu(1).any()
 
 
 def test_sparsity_has_one_layout_for_all_heads_by_default() -> None:

@@ -121,7 +121,7 @@ SOME = [pytest.param(range(12), id="12"), pytest.param(range(12, 600), id="600",
 
 
 @pytest.mark.parametrize("numbers", SOME)
-def test_damaged_files_are_refused(tmp_path: Path, numbers: range) -> None:
+def test_damaged_token_files_are_refused(tmp_path: Path, numbers: range) -> None:
     whole = folder(tmp_path, 40, piece_bytes=400)
     before = {path.name: path.read_bytes() for path in whole.iterdir()}
     for number, path in copies(tmp_path, whole, numbers):

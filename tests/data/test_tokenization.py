@@ -247,18 +247,22 @@ def test_damaged_and_wrong_inputs_are_named(tmp_path: Path) -> None:
         assert message in command("data", "tokenize", good, *words, *where)
 
 
-def test_a_tokenizer_is_trained_and_recognised(tmp_path: Path) -> None:
+def test_training_a_tokenizer_names_bytes_that_are_no_text(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
-    source = write_json_lines(tmp_path / "a.jsonl", ["the cat sat on the mat", "the dog sat on the log"] * 20)
-    trained, out = tmp_path / "tokenizer", tmp_path / "out"
-    assert "270 tokens" in command("data", "train-tokenizer", source, "--vocab-size", 270, "--out", trained)
-    assert "257" in command("data", "train-tokenizer", source, "--vocab-size", 9, "--out", tmp_path / "small")
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "a.txt").write_bytes(b"fine\n\xff\n")
     (tmp_path / "mixed" / "b.txt").write_text("the cat sat on the mat " * 20)
     train = ("data", "train-tokenizer", tmp_path / "mixed", "--vocab-size", 260, "--out", tmp_path / "skipped")
     assert "a.txt, line 2: byte 0xff is not UTF-8 text. Mend it, or add --skip-bad" in command(*train)
     assert "260 tokens" in command(*train, "--skip-bad")
+
+
+def test_a_trained_tokenizer_is_recognised_in_its_folder(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    source = write_json_lines(tmp_path / "a.jsonl", ["the cat sat on the mat", "the dog sat on the log"] * 20)
+    trained, out = tmp_path / "tokenizer", tmp_path / "out"
+    assert "257" in command("data", "train-tokenizer", source, "--vocab-size", 9, "--out", tmp_path / "small")
+    assert "270 tokens" in command("data", "train-tokenizer", source, "--vocab-size", 270, "--out", trained)
     command("data", "tokenize", source, "--tokenizer", trained, "--out", out)
     opened, tokenizer = TokenFolder(out), open_tokenizer(trained)
     assert opened.index.tokenizer == tokenizer.facts and opened.index.dtype == "U16"

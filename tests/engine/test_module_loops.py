@@ -230,7 +230,7 @@ def test_accelerates_loop_gets_no_warning(caplog: pytest.LogCaptureFixture) -> N
     assert all(torch.equal(weights[name], value) for name, value in wanted.items())
 
 
-def test_plateau_schedules_and_train_modes_follow_the_loop() -> None:
+def test_a_plateau_schedule_needs_the_loss_of_each_step() -> None:
     plateau = {"type": "ReduceLROnPlateau", "params": {"patience": 0, "factor": 0.5, "threshold": 0.5}}
     engine = one(config(scheduler=plateau))
     for _ in range(2):
@@ -240,6 +240,9 @@ def test_plateau_schedules_and_train_modes_follow_the_loop() -> None:
     loss_of(engine).backward()
     with pytest.raises(RuntimeError, match="ReduceLROnPlateau needs the loss"):
         engine.step()
+
+
+def test_an_engine_follows_a_given_learning_rate_schedule() -> None:
     given = torch.optim.SGD(groups(model := net()), lr=0.1, momentum=0.9)
     engine, optimizer, loader, scheduler = initialize(
         model=model,
@@ -264,12 +267,18 @@ def test_plateau_schedules_and_train_modes_follow_the_loop() -> None:
         assert followed.get_lr() == rates and followed.lr_scheduler is over
     with pytest.raises(TypeError, match="neither a function nor a schedule of the optimizer that is passed with it"):
         one(lr_scheduler=over)
+
+
+def test_an_engine_has_the_modes_and_members_of_its_module() -> None:
+    engine = one({"train_batch_size": MICRO, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    engine.backward(loss_of(engine))
+    engine.step()
     assert engine.eval() is engine and not engine.module.training and engine.train().module.training
     assert engine.shift is engine.module.shift and [*engine.parameters()] == [*engine.module.parameters()]
-    plainly = copy.deepcopy(net())
-    plainly.load_state_dict(engine.module_state_dict())
+    plain = net()
+    plain.load_state_dict(engine.module_state_dict())
     x, _ = microbatch(0, 0, 0)
-    assert torch.equal(plainly(x), engine(x))
+    assert torch.equal(plain(x), engine(x))
 
 
 def test_set_train_batch_size_adds_microbatches_to_a_step() -> None:

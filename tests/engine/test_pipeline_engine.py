@@ -191,21 +191,30 @@ def test_eval_batch_takes_any_size_and_returns_all_outputs(ranks: Any) -> None:
                 assert torch.equal(found["sign"], want > 0)
 
 
+def order_of(rank: int = 0, replicas: int = 1, micro: int = 4, *, seed: int = 5) -> BatchOrder:
+    """Return the microbatches of a replica, of 50 samples in global batches of 16."""
+    return BatchOrder(50, 16, micro, rank, replicas, seed=seed)
+
+
 def test_data_order_is_equal_for_all_numbers_of_replicas() -> None:
-    orders = {
-        replicas: [[*chain(*BatchOrder(50, 16, micro, rank, replicas, seed=5))] for rank in range(replicas)]
-        for replicas, micro in ((1, 4), (2, 4), (4, 2))
-    }
-    for replicas, found in orders.items():
-        assert {len(order) for order in found} == {3 * 16 // replicas}
-        for k in range(3):
-            shares = [order[k * 16 // replicas : (k + 1) * 16 // replicas] for order in found]
-            assert [*chain(*shares)] == orders[1][0][k * 16 : (k + 1) * 16]
-    assert [*chain(*BatchOrder(50, 16, 4, 0, 1, seed=6))] != orders[1][0]
-    later, again = BatchOrder(50, 16, 4, 0, 1, seed=5), BatchOrder(50, 16, 4, 0, 1, seed=5)
+    one = [*chain(*order_of())]
+    assert len({*one}) == 48 and one != sorted(one)
+    for replicas, micro in ((2, 4), (4, 2)):
+        shares = [[*chain(*order_of(rank, replicas, micro))] for rank in range(replicas)]
+        step = 16 // replicas  # samples of a replica in a global batch
+        batches = [[share[start : start + step] for share in shares] for start in range(0, 3 * step, step)]
+        assert [*chain(*chain(*batches))] == one
+
+
+def test_data_order_changes_with_seed_and_epoch() -> None:
+    order, later = order_of(), order_of()
     later.epoch = 1
-    assert [*chain(*again)] == orders[1][0]
-    assert [*chain(*again)] == [*chain(*later)] != orders[1][0]  # whoever iterates by hand gets the next epoch too
+    first = [*chain(*order)]
+    assert [*chain(*order_of(seed=6))] != first
+    assert [*chain(*order)] == [*chain(*later)] != first  # a second iteration by hand is the next epoch too
+
+
+def test_a_global_batch_over_the_data_set_is_refused() -> None:
     with pytest.raises(ValueError, match="50 samples, less than one global batch of 64"):
         BatchOrder(50, 64, 4, 0, 1, seed=5)
 

@@ -82,8 +82,8 @@ def test_getting_started_trains_as_plain_pytorch(ranks: Any, config: str, size: 
     assert said.startswith("epoch 0: step ") and all(not more for _, more in results[1:])
     assert skipped < 4 if half else skipped == 0
     before, wanted = plain_simple(config, skipped)
-    for (losses, also, found), _ in results:
-        assert also == skipped and all(0 < loss < 5 for loss in losses)
+    for (losses, skipped_here, found), _ in results:
+        assert skipped_here == skipped and all(0 < loss < 5 for loss in losses)
         moved = torch.stack([(wanted[name] - before[name]).norm() for name in wanted]).norm()
         away = torch.stack([(wanted[name] - found[name].float()).norm() for name in wanted]).norm()
         assert away < moved * (0.05 if half else 1e-4)

@@ -128,7 +128,7 @@ def test_a_layout_survives_casts_and_pickling() -> None:
         ),
     ],
 )
-def test_invalid_layouts_are_refused(wrong: object, message: str) -> None:
+def test_invalid_layouts_of_a_parameter_are_refused(wrong: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrong()  # type: ignore[operator]
 

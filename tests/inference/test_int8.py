@@ -109,21 +109,24 @@ def test_quantize_replaces_linears_of_a_plain_module() -> None:
         assert quantize(module, Grid(), Int8(8)) == ["0", "2"]
         assert (module(x) - wanted).abs().max() < 0.02 * wanted.abs().max()
     assert layout_of(module[0].weight).shape == (16, 8) and "Int8Linear" in repr(module)
-    with pytest.raises(ValueError, match=r"0 is quantized already. Quantize a model once"):
-        quantize(module, Grid())
-    with pytest.raises(ValueError, match=r"group is 0. Give at least 1"):
-        Int8(0)
     assert list(module.state_dict()) == [
         f"{i}.{name}" for i in (0, 2) for name in ("bias", "weight_int8", "weight_scale")
     ]
-    with pytest.raises(
-        ValueError, match=r"itself a linear layer, which cannot be replaced: pass nn.Sequential\(module"
-    ):
-        quantize(nn.Linear(8, 4), Grid())
     embedding = nn.Embedding(5, 8)
     tied = nn.ModuleDict({"in": embedding, "hidden": nn.Linear(8, 8), "out": nn.Linear(8, 5, bias=False)})
     tied["out"].weight = embedding.weight
     assert quantize(tied, Grid()) == ["hidden"]
+
+
+def test_quantize_refuses_a_quantized_model_and_a_lone_linear() -> None:
+    module = nn.Sequential(nn.Linear(8, 4))
+    quantize(module, Grid())
+    with pytest.raises(ValueError, match=r"0 is quantized already. Quantize a model once"):
+        quantize(module, Grid())
+    with pytest.raises(ValueError, match=r"itself a linear layer, which cannot be replaced: pass nn.Sequential\(modul"):
+        quantize(nn.Linear(8, 4), Grid())
+    with pytest.raises(ValueError, match=r"group is 0. Give at least 1"):
+        Int8(0)
 
 
 def test_int8_is_refused_for_an_engine_that_trains() -> None:

@@ -210,10 +210,10 @@ def test_later_calls_are_right_after_a_failed_stream(name: str, ending: str) -> 
 
 
 class Log:
-    """Runs a batcher with a given number of tokens for each request, and records the steps of each."""
+    """Runs a batcher for prompts of given lengths and answers of given lengths, and records the steps of each."""
 
-    def __init__(self, lengths: list[int], limits: list[int], slots: int, replicas: int, groups: int) -> None:
-        requests = [Request(i, [9] * n, n + m, ()) for i, (n, m) in enumerate(zip(lengths, limits))]
+    def __init__(self, prompts: list[int], answers: list[int], *, slots: int, replicas: int, groups: int) -> None:
+        requests = [Request(i, [9] * n, n + m, ()) for i, (n, m) in enumerate(zip(prompts, answers))]
         batcher = Batcher(requests, slots=slots, replicas=replicas, groups=groups, ends=lambda ids: False)
         steps: list[DecodeStep] = []
         self.runs: list[list[int]] = [[] for _ in requests]
@@ -244,7 +244,7 @@ class Log:
 )
 def test_each_token_is_computed_once_without_waiting(slots: int, replicas: int, groups: int) -> None:
     lengths, limits = [3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]
-    log = Log(lengths, limits, slots, replicas, groups)
+    log = Log(lengths, limits, slots=slots, replicas=replicas, groups=groups)
     assert [len(runs) for runs in log.runs] == limits
     # Each token of each sequence once, but for the last, which nobody needs: no padding.
     assert log.computed == sum(lengths) + sum(limits) - len(limits)
@@ -257,11 +257,11 @@ def test_each_token_is_computed_once_without_waiting(slots: int, replicas: int, 
             assert log.runs[i][0] == ended[-places] + 1
 
 
-def test_prompts_are_split_evenly_over_groups() -> None:
+def test_the_batcher_splits_prompts_evenly_over_groups() -> None:
     """Two stages, four prompts, room for eight: each group gets two, and no stage waits."""
-    log = Log([2] * 4, [6] * 4, 8, 1, 2)
+    log = Log([2] * 4, [6] * 4, slots=8, replicas=1, groups=2)
     assert sorted(runs[0] for runs in log.runs) == [0, 0, 1, 1]
-    assert log.steps == 13  # at the last one, nothing is left
+    assert log.steps == 2 * 6 + 1  # six tokens of each group in turn; at the last step, nothing is left
 
 
 @pytest.mark.parametrize(

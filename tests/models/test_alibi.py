@@ -100,7 +100,7 @@ def test_alibi_on_every_axis_equals_one_process(ranks: Any, place: Place, packed
     assert_equal_to_one_process(ranks, [(Job(config, packed=packed, scale=4.0), place) for config in CONFIGS.values()])
 
 
-def test_contradicting_settings_are_refused() -> None:
+def test_contradicting_settings_of_a_decoder_are_refused() -> None:
     for changes, said in (
         ({"alibi": "bloom"}, "alibi = 'bloom'"),
         ({"alibi": "added", "attn_logit_softcapping": 2.0}, "the cap would act on the biases too"),

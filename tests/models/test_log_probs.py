@@ -123,7 +123,7 @@ def test_log_prob_loss_holds_at_most_two_chunks_of_logits() -> None:
         assert logits < peak - gradients <= 2 * logits + block + 100 * each + 40 * tokens, each
 
 
-def test_labels_of_another_type_are_refused() -> None:
+def test_log_probs_loss_refuses_labels_that_are_no_tensor() -> None:
     loss = LogProbsLoss(Grid(), VOCABULARY, preference)
     with pytest.raises(TypeError, match="a tuple as labels: give a tensor of integers"):
         loss(torch.zeros(1, 2, VOCABULARY), (1, 2))

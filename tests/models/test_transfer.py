@@ -120,8 +120,8 @@ def test_a_receiver_of_sent_weights_has_the_trainers_logits(ranks: Any, tmp_path
 
 
 def test_wrong_arguments_of_a_transfer_group_are_refused() -> None:
-    for address, rank in (("localhost", 0), ("localhost:99", 3)):
-        with pytest.raises(ValueError, match=r"give host:port|rank is 3 of 3"):
+    for address, rank, message in (("localhost", 0, "give host:port"), ("localhost:99", 3, "rank is 3 of 3")):
+        with pytest.raises(ValueError, match=message):
             triax.transfer_group(address, rank, 3)
     module = triax.PipelineModule(triax.llama_layers(LlamaConfig(**SHAPE)))
     with pytest.raises(ValueError, match="rank 0 has no group"):

@@ -352,6 +352,6 @@ def routed_alike() -> tuple[Tensor, Tensor]:
 
 
 def test_tensor_parallel_ranks_choose_the_same_experts(ranks: Any) -> None:
-    (y, experts), (other, its) = ranks(2, routed_alike)
-    assert torch.equal(experts, its)
-    torch.testing.assert_close(y, other, rtol=1e-12, atol=1e-12)
+    (outputs, experts), (outputs_of_second, experts_of_second) = ranks(2, routed_alike)
+    assert torch.equal(experts, experts_of_second)
+    torch.testing.assert_close(outputs, outputs_of_second, rtol=1e-12, atol=1e-12)

@@ -298,7 +298,8 @@ def test_each_kind_of_model_in_chunks_trains_as_plain_autograd(ranks: Any, name:
 def test_a_tied_layer_moves_to_a_rank_that_holds_the_weight(ranks: Any) -> None:
     """The embedding's stage moves to the rank that keeps a layer tied to it: one weight there, not two."""
     name = "tied three classes"
-    found = ranks(2, pipelined, name, 2, "interleaved", True, 1, chunks=2, placement=[1, 0, 0, 1])
+    where: dict[str, Any] = {"pipe": 2, "schedule": "interleaved", "chunks": 2, "placement": [1, 0, 0, 1]}
+    found = ranks(2, pipelined, name, ragged=True, stage=1, **where)
     assert_same(found, plain(name, True))
 
 

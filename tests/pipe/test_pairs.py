@@ -475,13 +475,13 @@ def test_a_failing_pass_of_a_pair_stops_all_ranks(ranks: Any, where: str, op: st
 
 
 def test_engines_refuse_options_that_pairs_cannot_have() -> None:
-    def made(**schedule: Any) -> str:
+    def error_of(**schedule: Any) -> str:
         module = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 4, grid=Grid(), loss_fn=summed_loss)
         return error_text(partial(pipeline_engine, module, EIGHT, schedule=ScheduleOptions(**schedule)))
 
-    assert "stp has pairs already" in made(name="stp", pairs=0.5)
-    assert "schedule.recompute = 0.5" in made(name="stp", recompute=0.5)
-    assert made(name="stp") == made(name="gpipe", pairs=0.5) == "no error"
+    assert "stp has pairs already" in error_of(name="stp", pairs=0.5)
+    assert "schedule.recompute = 0.5" in error_of(name="stp", recompute=0.5)
+    assert error_of(name="stp") == error_of(name="gpipe", pairs=0.5) == "no error"
 
 
 def run(*words: str, collectives: str = "0.25") -> Any:

@@ -115,7 +115,7 @@ def replicas_here() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def told(trainer: Any) -> dict[str, list[float]]:
+def logged(trainer: Any) -> dict[str, list[float]]:
     """Return the logged values: losses, norms, rates, and losses of evaluations."""
     history = trainer.state.log_history
     keys = ("loss", "grad_norm", "learning_rate", "eval_loss")

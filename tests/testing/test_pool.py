@@ -183,7 +183,7 @@ def test_a_view_is_sent_without_its_whole_storage() -> None:
     assert len(rank_process.dump(view)) < 1000
 
 
-def test_scalars_empty_tensors_and_gradients_are_sent_to_ranks() -> None:
+def test_ranks_get_scalars_empty_and_differentiable_tensors() -> None:
     import pickle
 
     from triax.testing import rank_process

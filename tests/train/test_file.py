@@ -157,6 +157,6 @@ def test_recursive_and_exploding_yaml_is_refused(tmp_path: Path) -> None:
     bomb = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 10)}]\n" for i in range(6)
     )
-    for text in (bomb, "a: &a [*a]\n", "[" * 1000):
-        with pytest.raises(ConfigError, match=r"nested|not YAML"):
+    for text, message in ((bomb, "is nested"), ("a: &a [*a]\n", "is nested"), ("[" * 1000, "not YAML")):
+        with pytest.raises(ConfigError, match=message):
             read_training_file(_write(tmp_path, text))

@@ -85,8 +85,8 @@ def trained(sizes: Sequence[int], plan: Plan, how: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("size", "how"), [(1, "engine"), (2, "engine"), (2, "kept"), (4, "plain loop")])
-def test_replicas_may_run_different_units_in_each_step(ranks: Any, size: int, how: str) -> None:
-    sizes = [8, 8, 1000, 3]  # messages and all-to-alls
+def test_the_order_of_units_may_change_in_each_step(ranks: Any, size: int, how: str) -> None:
+    sizes = [8, 8, 1000, 3]  # parts of small units are sent as messages, of large ones by an all-to-all
     chosen = [[0, 1, 2, 3], [0, 1, 2, 3], [1], [2, 0], [], [3, 3, 1], [0, 1, 2, 3], [2, 2, 2]]
     plan = [[each] * size for each in chosen]
     wanted = plainly(sizes, plan)

@@ -300,7 +300,7 @@ def test_allgather_bucket_size_limits_gathers_in_flight(ranks: Any) -> None:
         assert all(most in wanted for most in ranks(REPLICAS, at_once, size)), size
 
 
-def test_auto_values_resolve_and_keys_without_effect_warn(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_values_of_zero_become_defaults() -> None:
     huge = {"stage": 3, "reduce_bucket_size": "auto", "stage3_max_live_parameters": 1e9, "overlap_comm": True}
     huge |= {"stage3_prefetch_bucket_size": "auto", "stage3_gather_16bit_weights_on_model_save": True}
     zero = read_config({"train_batch_size": 1, "zero_optimization": huge}).zero_optimization
@@ -309,6 +309,8 @@ def test_auto_values_resolve_and_keys_without_effect_warn(caplog: pytest.LogCapt
     with pytest.raises(ConfigError, match="stage3_max_live_parameters"):
         read_config({"train_batch_size": 1, "zero_optimization": {"stage3_max_live_parameters": -1}})
 
+
+def test_each_zero_key_without_effect_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     idle = {
         "stage": 1,
         "contiguous_gradients": False,

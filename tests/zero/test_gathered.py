@@ -408,7 +408,7 @@ def states_with_more(sizes: dict[str, Any], stage: int, folder: str) -> list[dic
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
     grid = Grid(**sizes, timeout=60)
     made: Any = deepspeed.initialize(model=counting(), config=config, grid=grid)[0]

@@ -293,7 +293,7 @@ def test_the_next_unit_is_fetched_while_one_runs(ranks: Any) -> None:
         assert sent == formula
 
 
-def test_find_units_returns_the_expected_modules() -> None:
+def test_units_are_repeated_blocks_or_the_named_modules() -> None:
     made = model()
     names = [name for name, _ in find_units(made)]
     assert names == ["", *(f"transformer.h.{i}" for i in range(LAYERS))]
@@ -307,6 +307,10 @@ def test_find_units_returns_the_expected_modules() -> None:
     assert where[made.head.weight] == [LAYERS + 1, LAYERS + 2]  # tied: of two units
     assert where[blocks_of(made)[2].qkv.weight] == [3] and where[made.transformer.norm.bias] == [0]
     assert set(where) == set(made.parameters())
+
+
+def test_find_units_refuses_names_and_modules_it_cannot_find() -> None:
+    made = model()
     with pytest.raises(
         ValueError, match=r"the pattern 'h.\*' matches no submodule of the model. Its first submodules are tr"
     ):

@@ -39,7 +39,7 @@ def engine(grid: Grid, section: Any, stage: int = 1, **config: Any) -> Any:
             "train_micro_batch_size_per_gpu": MICRO,
             "gradient_accumulation_steps": COUNT,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
             **({"comms_logger": section} if section is not None else {}),
             **config,
         },

@@ -136,7 +136,7 @@ def test_a_dry_run_allocates_no_memory_for_offloaded_state(offload: str, tmp_pat
             assert 1.5 * 2**30 < memory.get("activations", 0) + memory["working"] < 4 * 2**30
 
 
-def test_processes_of_a_dry_run_end_with_the_first_one(tmp_path: Path) -> None:
+def test_ranks_of_a_dry_run_end_with_the_process_that_started_it(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(FILE)
     words = [sys.executable, "-m", "triax.cli.main", "train", str(file), "--dry"]

@@ -49,7 +49,7 @@ def test_random_rounds_take_every_sample_once(seed: int, tmp_path: Path) -> None
     assert again == ledger
 
 
-def test_a_damaged_history_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_history_of_members_is_refused(tmp_path: Path) -> None:
     """Each bit is flipped in turn, and the file is cut at each byte."""
     ledger, file = Ledger(), tmp_path / "history"
     for step, members in enumerate(["ab", "abc", "ac", "ac"]):

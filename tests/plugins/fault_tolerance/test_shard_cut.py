@@ -70,9 +70,9 @@ def test_a_replica_that_leaves_is_a_spare_member_for_one_step() -> None:
     assert found.next.owners == found.next.keepers == ("a", "b", "c")  # the others take over what c owns
 
 
-def test_a_spare_replica_is_gone_after_a_step_without_its_share() -> None:
-    two: dict[str, Any] = {"contributors": ("a", "b"), "planned": ("a", "b")}
-    found = decision(report("a", **two), report("b", **two), report("c", **two, leaving=True))
+def test_a_spare_member_leaves_after_a_step_to_which_it_gave_nothing() -> None:
+    without_c: dict[str, Any] = {"contributors": ("a", "b"), "planned": ("a", "b")}
+    found = decision(report("a", **without_c), report("b", **without_c), report("c", **without_c, leaving=True))
     assert found.left == ("c",) and found.next.members == found.next.contributors == ("a", "b")
     assert found.next.owners == found.next.keepers == ("a", "b")
 

@@ -289,16 +289,16 @@ def test_optimizers_refuse_unsupported_compression() -> None:
             ShardedOptimizer(torch.optim.SGD, model.parameters(), grid, **{"lr": 1.0, **arguments})
     with pytest.raises(ValueError, match="the optimizer is Adam: use"):
         ShardedOptimizer(torch.optim.Adam, model.parameters(), grid, lr=1.0, compression=TopK(momentum=0.9))
-    for make in (
-        lambda: TopK(0.0),
-        lambda: TopK(momentum=1.0),
-        lambda: TopK(clip=-1.0),
-        lambda: TopK(warmup_steps=-1),
-        lambda: TopK(values=torch.int8),
-        lambda: PowerSGD(0),
-        lambda: PowerSGD(start_step=-1),
-        lambda: PowerSGD(min_compression=0.5),
-        lambda: SparseRows([torch.zeros(3)]),
+    for make, words in (
+        (lambda: TopK(0.0), "ratio is 0.0: give the fraction of elements to send"),
+        (lambda: TopK(momentum=1.0), "momentum is 1.0: give a number from 0 to below 1"),
+        (lambda: TopK(clip=-1.0), "clip is -1.0: give a positive limit"),
+        (lambda: TopK(warmup_steps=-1), "warmup_steps=-1 is too small: give at least 0"),
+        (lambda: TopK(values=torch.int8), "values is torch.int8: give torch.float32,"),
+        (lambda: PowerSGD(0), "rank=0 is too small: give at least 1"),
+        (lambda: PowerSGD(start_step=-1), "start_step=-1 is too small: give at least 0"),
+        (lambda: PowerSGD(min_compression=0.5), "min_compression=0.5 is too small: give at least 1"),
+        (lambda: SparseRows([torch.zeros(3)]), r"shape \(3,\): give weights of embeddings only"),
     ):
-        with pytest.raises(ValueError, match=r"\bis\b|\bare\b"):
+        with pytest.raises(ValueError, match=words):
             make()

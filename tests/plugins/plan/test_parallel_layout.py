@@ -34,7 +34,7 @@ def test_a_parallel_layout_has_its_sizes_and_defaults() -> None:
         ({"recompute": "some"}, "Give one of none, selective, full"),
     ],
 )
-def test_impossible_layouts_are_refused(fields: dict[str, int], message: str) -> None:
+def test_impossible_parallel_layouts_are_refused(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError) as error:
         ParallelLayout(**fields)  # type: ignore[arg-type]
     assert message in str(error.value)

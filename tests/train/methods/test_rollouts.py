@@ -130,6 +130,25 @@ def test_rollouts_report_the_log_prob_error_in_float32() -> None:
     assert 0 < mean < most < 1e-4
 
 
+def test_rollouts_report_how_log_probs_changed_since_the_draw() -> None:
+    engine = engine_of(Grid())
+    rollouts = Rollouts(engine, triax.init_inference(engine), small, group=4, max_new_tokens=7, eos=EOS)
+    data, per_step, changes = rollouts(PROMPTS), engine.batch.accumulation, []
+    engine.train_batch(iter(data[:per_step]))
+    rollouts.largest_difference()  # of the first step
+    for ids, labels in data[per_step:]:
+        counts = labels["labels"] != -100
+        with torch.no_grad():
+            log_probs = (engine.module(ids) / 0.9).log_softmax(-1)  # at the temperature of the loss
+        now = log_probs.gather(-1, labels["labels"].clamp(min=0)[..., None])[..., 0]
+        changes.append((now - labels["old"])[counts].abs())
+    engine.train_batch(iter(data[per_step:]))
+    expected = torch.cat(changes)
+    found = engine.metrics["sampling/sampling_logp_difference/mean"]
+    assert found == pytest.approx(expected.mean().item(), rel=1e-10)
+    assert rollouts.largest_difference() == pytest.approx(expected.max().item(), rel=1e-10)
+
+
 # ------------------------------------------------------------------------------------------------ reward functions
 
 
