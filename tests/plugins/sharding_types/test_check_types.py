@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from triax import Grid, PipelineModule
 from triax.plugins.sharding_types.check_types import TypeCheck, check_types
 from triax.plugins.sharding_types.sharding import reshaped
+from triax.testing.check import check
 
 from laws import proved
 from support import planted_faults, sharding_faults
@@ -84,6 +86,28 @@ def test_types_name_the_line_of_each_sharding_mistake(name: str) -> None:
     first = wrong.findings[0]
     assert re.match(rf"sharding_faults\.py:\d+: {re.escape(LINES[name])}", first.place), first
     assert first.axis in axes and first.mend and first.missing
+
+
+def in_float64(name: str, right: bool, grid: Grid) -> PipelineModule:
+    torch.set_default_dtype(torch.float64)
+    return sharding_faults.build(name, right, grid)
+
+
+ONE_AN_AXIS = ("product_without_copy", "mean_of_part", "running_mean", "rows_not_exchanged")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ONE_AN_AXIS else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in sharding_faults.FAULTS
+    ],
+)
+def test_numbers_find_each_sharding_mistake_too(name: str) -> None:
+    axis = sharding_faults.FAULTS[name]
+    for right in (True, False):
+        rows = check(partial(in_float64, name, right), sharding_faults.batches, [axis], 2, timeout=60)
+        assert all(row.holds for row in rows) == right
 
 
 # The causes of these show in numbers alone: a state, a scaled gradient, a value that is wrong everywhere.
