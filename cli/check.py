@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ..base.errors import ConfigError, escaped
+from ..base.option_error import refusal
 from ..base.tables import table, terminal
 from ..options.base import Options, option
 from .dry_report import dry_run
@@ -49,6 +50,13 @@ class CheckFlags(Options):
     )
     costs: bool = option(False, "Print parameters, FLOPs, time and kept bytes of each layer on one process, too.")
     json: bool = option(False, "Print one JSON object.")
+
+    def check(self) -> None:
+        """Check that one judge is asked, and that no option of another one is given."""
+        asked = "dry" if self.dry is not None else "types" if self.types is not None else None
+        for name in ("dry", "types", "axes", "ranks", "over_replicas", "costs"):
+            if asked not in (None, name) and self.changes(name):
+                raise refusal(f"<{name}> has no effect with <{asked}>: leave one of them out")
 
 
 @with_flags

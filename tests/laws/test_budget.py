@@ -28,7 +28,7 @@ BUDGET = {
     "zero": 5870,
     "grid": 4838,
     "train": 4336,
-    "cli": 3484,
+    "cli": 3490,
     "data": 2249,
     "tensor_parallel": 2231,
     "checkpoint": 2199,
