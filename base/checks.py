@@ -16,6 +16,7 @@ from .errors import ArgumentError, describe
 SMALLEST = 2.0**-126  # normal number of float32: between it and 0, products lose digits, and their inverses overflow
 LARGEST = 2.0**126  # its inverse is a normal number too
 LIMIT = (2 - 2.0**-23) * 2.0**127  # largest number of float32
+THREADS = 256  # of a loader, at most
 SEEDS = 2**63  # torch's generators take seeds below it
 
 _LONGEST_NAME = 255  # bytes, of file systems

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..base.checks import check_seed
+from ..base.checks import THREADS, check_seed
 from ..base.errors import ConfigError
 from .balance import Balance, BalancedRows
 from .mixture import Rows
@@ -62,7 +62,7 @@ class TokenLoader:
         seeks: number of times that the place was set.
 
     Raises:
-        ConfigError: batch sizes that do not divide, or epochs of a mixture.
+        ConfigError: batch sizes that do not divide, epochs of a mixture, or too many threads.
     """
 
     def __init__(
@@ -90,6 +90,8 @@ class TokenLoader:
         self.rows = data.rows(check_seed(seed))
         if epochs is not None and self.rows.is_mixture:
             raise ConfigError("A mixture has no epochs, because its members end at different rows. Leave epochs out.")
+        if not 0 <= threads <= THREADS:
+            raise ConfigError(f"threads is {threads}, but a loader has 0 to {THREADS}. Each makes microbatches ahead.")
         if balance is not None and not data.document_mask:
             raise ConfigError("balance moves documents, but document_mask is false, with which rows count as a whole.")
         self._train, self._micro, self._seed = train, micro, seed

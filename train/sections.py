@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from ..base.checks import SEEDS, check_folder_name, path_text
+from ..base.checks import SEEDS, THREADS, check_folder_name, path_text
 from ..base.errors import describe, nearest
 from ..base.option_error import refusal
 from ..options.base import REQUIRED, Options, declared, option
@@ -352,7 +352,7 @@ class DataSection(Keys):
     )
     document_mask: bool = option(True, "Tokens attend within their document only.")
     shuffle: bool = option(True, "Shuffle documents and rows in each epoch; false: the folder's own order.")
-    threads: int = option(1, "Threads that make batches ahead; 0: none.", least=0)
+    threads: int = option(1, "Threads that make batches ahead; 0: none.", least=0, most=THREADS)
 
     def check(self) -> None:
         """Check that one option says what to evaluate on."""

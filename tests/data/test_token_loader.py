@@ -273,6 +273,7 @@ def test_wrong_arguments_of_token_data_are_named(tokens: Path, tmp_path: Path) -
         (lambda: TokenData(tmp_path, 8), r"has no tokens: it has no index.json. Give a folder that triax data"),
         (lambda: TokenData(tmp_path / "none", 8), r"has no tokens: it does not exist"),
         (lambda: TokenData(tmp_path / "tokens.jsonl", 8), r"is a file, but tokens are a folder"),
+        (lambda: data.loader(8, 4, threads=1000), r"threads is 1000, but a loader has 0 to 256"),
         (lambda: data.loader(6, 4), r"A global batch of 6 rows is not a multiple of 1 replicas .* multiple of 4"),
         (lambda: data.loader(8, 4, replica=2, replicas=2), "there are replicas 0 to 1"),
         (lambda: data.loader(8, 4).load_state_dict({"row": -1}), "The row of the position is -1"),
