@@ -130,7 +130,7 @@ class _TypedRanks:
             stage += 1
 
     def _compare_shapes(self, tracer: Tracer, model: PipelineModule) -> None:
-        """Report parameters of which a rank has a slice that the layout does not tell of."""
+        """Report parameters that are slices on this rank, though their layouts say that they are whole."""
         sharded = "tensor" if self._axes["tensor"] > 1 else "expert"
         for name, parameter in model.named_parameters():
             whole, (owner, _, own_name) = layout_of(parameter).shape, name.rpartition(".")

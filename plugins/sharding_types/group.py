@@ -71,7 +71,7 @@ class TypedGroup(RecordingGroup):
 
 @contextmanager
 def typed_grid(rank: int, size: int, axes: dict[str, int]) -> Iterator[Grid]:
-    """Context with the grid of one rank of ``size``, of which no other runs.
+    """Context with the grid of one rank of ``size``. The other ranks do not run.
 
     Raises:
         RuntimeError: this process has a process group already.

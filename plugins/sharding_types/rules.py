@@ -83,7 +83,7 @@ def judged(call: Call, given: Sequence[Sharding]) -> list[Sharding]:
 
 
 def chosen(call: Call, value: Sharding, dim: int | None) -> Sharding:
-    """Return the type of a piece of an equal tensor, of which another rank takes another one; report its gradient.
+    """Return the type of a piece of an equal tensor, if each rank takes another piece; report its gradient.
 
     Args:
         call: an op on the piece.
@@ -115,7 +115,7 @@ def settled(call: Call, given: Sequence[Sharding], found: Sharding) -> Sharding:
 
 
 def _unsummed(call: Call, whole: Sequence[Sharding]) -> None:
-    """Report an input of which each rank computes a term of the gradient, which nothing sums."""
+    """Report an input whose gradient is computed in terms, one on each rank, that nothing sums."""
     named = next((each for each in whole if each.parameter), None)
     if named is None:
         call.report("unsummed_value", f"{whole[0]}, in a computation in which each rank has a part")
@@ -369,7 +369,7 @@ def _elementwise(call: Call, given: Sequence[Sharding]) -> Sharding:
 
 
 def _masked(call: Call, given: Sequence[Sharding]) -> Sharding | None:
-    """Return the type of a value of which each rank keeps its own elements: a term of a sum; None if it is not one."""
+    """Return the type of a masked value, a term of a sum, if each rank keeps its own elements; else None."""
     if call.name not in ("mul", "masked_fill", "where"):
         return None
     masks = [each for each in given if each.role == "mask" and each.kind == VARYING and not each.levels]

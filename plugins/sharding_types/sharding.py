@@ -8,9 +8,9 @@
 | varying | different tensors: slices along ``dims``, or others | each rank's own |
 | partial | terms of a sum | equal |
 
-Dims count from the last one, -1, so that they stay when tensors broadcast. Where ranks hold slices of a dim that was
-merged with others, ``(dim, level)`` says that the sliced dim is the one of which an index counts ``level`` / its size
-elements of the merged one; 0 means the outermost.
+Dims count from the last one, -1, so that they stay when tensors broadcast. A view may merge a
+sliced dim with others. Then ``level`` is the number of elements of the merged dim that the sliced dim and the dims
+inside it span: 8 where (2, 8, D), sliced along its middle dim, is viewed as (16, D). 0: the sliced dim is outermost.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class Tracer:
         return read
 
     def write(self, tensor: Tensor, types: Types, in_place: bool = False) -> None:
-        """Set the types of a tensor; ``in_place``: of elements of a storage, of which other views exist."""
+        """Set the types of a tensor; ``in_place``: its elements were written, and other views of them may exist."""
         key = _key(tensor)
         if key[0] not in self._places:
             self._places[key[0]] = []
@@ -404,7 +404,7 @@ def _key(tensor: Tensor) -> _Key:
 
 
 def _any_of(values: Sequence[Sharding]) -> Sharding:
-    """Return the type of elements of a storage of which other views have these types."""
+    """Return the type of elements of a storage, by the types of its other views."""
     for kind in (PARTIAL, VARYING):
         if found := [each for each in values if each.kind == kind]:
             return found[0] if kind == PARTIAL else varying(role=found[0].role)
@@ -412,7 +412,7 @@ def _any_of(values: Sequence[Sharding]) -> Sharding:
 
 
 def _written(before: Sharding, value: Sharding, same_dims: bool) -> Sharding:
-    """Return the type of a tensor of which some elements were written."""
+    """Return the type of a tensor after some of its elements were written."""
     if value.equal:
         return before if not before.equal and before.kind != PARTIAL else value
     if value.kind == VARYING and not same_dims:

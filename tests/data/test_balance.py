@@ -13,21 +13,18 @@ import pytest
 import torch
 
 import triax
-from triax import Grid, LlamaConfig, NextTokenLoss, PipelineModule, llama_layers
+from triax import Grid, NextTokenLoss, PipelineModule, llama_layers
 from triax.base.errors import AgreedError, ConfigError
 from triax.data import TokenData
 from triax.data.balance import MOST, Balance, deal
 from triax.engine.setup.balance import balance_of
 from triax.models import MixtralConfig, mixtral_layers
 
-from support.tokenized import folder
+from support.tokenized import byte_llama, folder
 from support.toys import error_text
 
 ROWS, LENGTH = 8, 48
-CONFIG = LlamaConfig(
-    vocab_size=256, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=24,
-    max_position_embeddings=LENGTH,
-)  # fmt: skip
+CONFIG = byte_llama(LENGTH)
 
 
 @pytest.fixture(scope="module")

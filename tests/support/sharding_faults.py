@@ -192,7 +192,7 @@ class TensorLayer(nn.Module):
 
 
 class SequenceLayer(nn.Module):
-    """Norm and MLP of which the input and the output are shards of the sequence over the tensor axis."""
+    """Norm and MLP whose input and output are shards of the sequence over the tensor axis."""
 
     def __init__(self, name: str, right: bool, *, grid: Grid) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class DataLayer(nn.Module):
 
 
 class ExpertLayer(nn.Module):
-    """Experts on the ranks of the expert axis, each of which takes all tokens."""
+    """Experts on the ranks of the expert axis. Each expert takes all tokens."""
 
     def __init__(self, name: str, right: bool, *, grid: Grid) -> None:
         super().__init__()

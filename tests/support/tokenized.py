@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from triax import LlamaConfig
 from triax.data import TokenData
 from triax.data.tokenization import tokenize
 
@@ -24,6 +25,18 @@ def texts(count: int, seed: int = 0, longest: int = 40) -> list[str]:
         f"{number}:" + "".join(chr(drawn.randrange(97, 123)) for _ in range(drawn.randint(0, longest)))
         for number in range(count)
     ]
+
+
+def byte_llama(length: int) -> LlamaConfig:
+    """Return the configuration of a Llama of four layers over bytes, for rows of so many tokens."""
+    return LlamaConfig(
+        vocab_size=256,
+        hidden_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=length,
+    )
 
 
 def write_json_lines(path: Path, values: list[Any], key: str = "text") -> Path:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from triax import Grid, LlamaConfig, NextTokenLoss, PipelineModule, llama_layers
+from triax import Grid, NextTokenLoss, PipelineModule, llama_layers
 from triax.cli.main import app
 from triax.data import TokenData
 from triax.data.balance import Balance
@@ -25,13 +25,10 @@ from triax.plugins.plan.imbalance import STEPS, Imbalance, attention_scale
 from triax.plugins.plan.layer_shapes import layers_of
 from triax.plugins.plan.parallel_layout import ParallelLayout
 
-from support.tokenized import folder
+from support.tokenized import byte_llama, folder
 
 BATCH, LENGTH = 16, 64
-CONFIG = LlamaConfig(
-    vocab_size=256, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=24,
-    max_position_embeddings=LENGTH,
-)  # fmt: skip
+CONFIG = byte_llama(LENGTH)
 
 
 @pytest.fixture(scope="module")
