@@ -18,11 +18,13 @@ from torch.overrides import _get_current_function_mode as function_mode
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.overrides import _pop_mode_temporarily as without_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # Function modes: ``SplitBackward`` is left out for a while, and a recomputation runs under the modes of its forward.
 # There is no public way to ask which modes are on. If they go: let ``SplitBackward`` count its own ``with``.
 # ``TorchDispatchMode`` is documented, though its module is private. If it moves: import it from there.
+# ``without_dispatch_modes``: an op runs beside the modes that watch it. If it goes: flags in the modes themselves.
 # ``tree_*`` walk the values of torch's own operators, as torch does. If they go: ``torch.utils.pytree``, or ``optree``.
 __all__ = [
     "TorchDispatchMode",
@@ -32,6 +34,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "without_dispatch_modes",
     "without_function_mode",
 ]
 

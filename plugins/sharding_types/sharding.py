@@ -71,47 +71,28 @@ def varying(dims: Dims | None = None, **more: str) -> Sharding:
 
 
 def reshaped(dims: Dims, before: Sequence[int], after: Sequence[int]) -> Dims | None:
-    """Return the sliced dims of a view with another shape; None if they are not known."""
+    """Return the sliced dims of a view with another shape; None if they are not known.
+
+    A view keeps the order of the elements, so that the ``block`` of consecutive ones that are of one slice stays.
+    """
     found: Dims = {}
-    for group, into in _groups(before, after):
-        for dim in (dim for dim in dims if dim + len(before) in group):
-            at = dim + len(before)
-            level = (dims[dim] or before[at]) * prod(before[other] for other in group if other > at)
-            inner = 1
-            for other in sorted(into, reverse=True):
-                size = after[other]
-                if inner < level <= inner * size or (size == 1 == level == inner and len(into) == 1):
-                    beside = other - 1 in into and after[other - 1] == 1
-                    if level == inner * size and beside and (other > 1 or len(before) == 1):
-                        return None  # a rank may have one of what the dim beside counts; a first dim counts rows
-                    found[other - len(after)] = 0 if level == inner * size else level // inner
-                    break
-                inner *= size
-            else:
-                return None
+    for dim, level in dims.items():
+        at = dim + len(before)
+        inner = prod(before[at + 1 :])
+        block = (level or before[at]) * inner
+        if block == inner:  # a slice of one element is a dim of one element again
+            places = [to for to, size in enumerate(after) if size == 1 and prod(after[to + 1 :]) == inner]
+            to = places[0] if len(places) == 1 else -1
+        else:
+            to = max(to for to in range(len(after)) if prod(after[to:]) >= block)
+            inner = prod(after[to + 1 :])
+        whole = inner * after[to]
+        # A dim of one element in front may count the slices' dim; a first dim counts rows.
+        beside = 0 < to and after[to - 1] == 1 and not (at and before[at - 1] == 1) and (to > 1 or len(before) == 1)
+        if to < 0 or block % inner or (block == whole and beside):
+            return None
+        found[to - len(after)] = 0 if block == whole else block // inner
     return found
-
-
-def _groups(before: Sequence[int], after: Sequence[int]) -> Iterable[tuple[list[int], list[int]]]:
-    """Yield the dims of two shapes of one size in groups that hold the same elements."""
-    i = j = 0
-    while i < len(before) or j < len(after):
-        left, right = [i] if i < len(before) else [], [j] if j < len(after) else []
-        i, j = i + len(left), j + len(right)
-        size, other = prod(before[at] for at in left), prod(after[at] for at in right)
-        while size != other:
-            if size < other and i < len(before):
-                left.append(i)
-                size, i = size * before[i], i + 1
-            elif j < len(after):
-                right.append(j)
-                other, j = other * after[j], j + 1
-            else:
-                break
-        while i < len(before) and before[i] == 1 and (j >= len(after) or after[j] != 1):
-            left.append(i)
-            i += 1
-        yield left, right
 
 
 def _article(word: str) -> str:

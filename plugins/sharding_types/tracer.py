@@ -245,7 +245,7 @@ class Tracer:
         for axis in self.axes:
             their_numbers, their_offsets = self.others.get(axis, {}).get(key, (numbers, offsets))
             differs, here = their_numbers != numbers, _Here(name, lines)
-            call = Call(name, args, plain, inputs, outputs, needs, axis, differs, here, self.report(axis, name))
+            call = Call(func.overloadpacket, name, args, plain, inputs, outputs, needs, axis, differs, here, self.report(axis, name))
             pairs = zip(inputs, given, their_offsets) if their_offsets != offsets else ()
             for tensor, each, offset in pairs:
                 if offset != tensor.storage_offset() and each[axis].equal:
@@ -294,11 +294,12 @@ class Tracer:
         for out, (weight, _) in zip(outs, weights, strict=True):
             self.write(out, types | {axis.name: varying({-1: self.read(weight)[axis.name].levels.get(-2, 0)})})
 
-    def call_of(self, name: str, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], axis: str) -> Call:
+    def call_of(self, func: Any, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], axis: str) -> Call:
         """Return a call of a function of triax."""
         needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs]
+        name = func.__name__
         here = _Here(name, _lines())
-        return Call(name, args, {}, inputs, outputs, needs, axis, False, here, self.report(axis, name))
+        return Call(func, name, args, {}, inputs, outputs, needs, axis, False, here, self.report(axis, name))
 
     def collective(self, name: str, group: TypedGroup, tensor: Tensor, output: Tensor) -> None:
         """Type the output of a collective that has no gradient."""
@@ -392,7 +393,7 @@ class _TypedFunctions(TorchFunctionMode):
         elif getattr(func, "__name__", "") == "rms_norm" and isinstance(args[0], Tensor):
             inputs = [*tensors_of(list(args)), *tensors_of(list(kwargs.values()))]
             given = [tracer.read(tensor) for tensor in inputs]
-            calls = [tracer.call_of("rms_norm", args, inputs, [result], axis) for axis in tracer.axes]
+            calls = [tracer.call_of(func, args, inputs, [result], axis) for axis in tracer.axes]
             found = [judged(call, [each[call.axis] for each in given])[0] for call in calls]
             tracer.write(result, dict(zip(tracer.axes, found, strict=True)))
         return result
