@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...base.torch_private import flash_cpu
+from ...base.torch_private import flash_cpu, without_dispatch_modes
 from .places import user_place
 
 _SMALL = 4096  # elements of the largest tensor whose values are kept
@@ -58,6 +58,7 @@ def known(tensor: Tensor) -> Tensor | None:
     return getattr(tensor, _VALUES, None) if tensor.is_meta else tensor
 
 
+@without_dispatch_modes()
 def set_known(tensor: Tensor, values: Tensor | None) -> None:
     """Set the values of a meta tensor, or forget them; write them into a tensor of the CPU.
 
@@ -84,7 +85,7 @@ class MetaValues(TorchFunctionMode):
     """Mode in which small meta tensors have values, and reads of other values give a stand-in.
 
     It also runs on the meta device what a script asks of a GPU, and moves tensors of the CPU there where a function
-    is given both.
+    is given both. Modes of dispatch see what the program computes, and not how this mode computes values.
 
     Args:
         stand_in: the value of a number that is not known.
@@ -144,6 +145,7 @@ class MetaValues(TorchFunctionMode):
         values = self._on_cpu(name, tensor)
         return values.tolist() if name == "tolist" else getattr(values, name, values.item)(*args[1:])
 
+    @without_dispatch_modes()
     def _on_cpu(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor of the CPU with the known values, and the stand-in for the others.
 
@@ -202,6 +204,7 @@ class MetaValues(TorchFunctionMode):
         move = _mapper(lambda tensor: tensor if tensor.is_meta else tensor.to("meta"))
         return func(*move(args), **{key: move(each) for key, each in kwargs.items()})
 
+    @without_dispatch_modes()
     def _follow(self, func: Any, name: str, args: Any, kwargs: Any, result: Tensor) -> None:
         """Compute the values of a small result, if they follow from known values."""
         if name in _FACTORIES and not any(True for _ in _tensors(args)):
@@ -218,6 +221,7 @@ class MetaValues(TorchFunctionMode):
         if self._any_known(args):
             self._compute(func, args, kwargs, result)
 
+    @without_dispatch_modes()
     def _follow_test(self, func: Any, name: str, args: Any, kwargs: Any, result: Tensor) -> None:
         """Answer a comparison or a test: with known values, or with the stand-in for all elements.
 
@@ -244,6 +248,7 @@ class MetaValues(TorchFunctionMode):
         shape = tensor.shape if tensor.numel() <= _SMALL else (1,) * tensor.dim()
         return torch.full(shape, stand_in, dtype=tensor.dtype)
 
+    @without_dispatch_modes()
     def _write(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
         """Follow a function that writes its first argument: ``x[0] = 1``, ``x.add_(y)``."""
         target = args[0]

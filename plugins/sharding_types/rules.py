@@ -25,7 +25,7 @@ from .sharding import CONSTANT, INVARIANT, PARTIAL, REPLICATED, VARYING, Dims, S
 FAMILY = {op: family for family, ops in read_table(__file__, "ops.toml").items() for op in ops.split()}
 # Families whose plain numbers say which elements a rank takes, or what it computes.
 NUMBERED = ("keep", "add", "place", "scale", "compare", "cut", "create")
-_SUMMED = ("tensor", "context")  # axes on which ranks compute one loss together; others have samples of their own
+SUMMED = ("tensor", "context")  # axes on which ranks compute one loss together; others have samples of their own
 _LINEAR = ("keep", "move", "shape", "cut", "look_up", "sum")  # families that are linear in their first input
 
 
@@ -52,7 +52,7 @@ class Call(NamedTuple):
         differentiable: which inputs need a gradient of this call.
         axis: the axis of the types.
         differs: True if numbers among the arguments are others on another rank of the axis.
-        here: the op and the user's line, as ``str`` shows them.
+        here: the op and the user's line.
         report: told of what does not fit: its name in findings.toml, what arrived, and the name of what it is about.
     """
 
@@ -65,7 +65,7 @@ class Call(NamedTuple):
     differentiable: Sequence[bool]
     axis: str
     differs: bool
-    here: Any
+    here: str
     report: Callable[..., None]
 
     @property
@@ -118,13 +118,11 @@ class Call(NamedTuple):
         return shape
 
 
-def judged(call: Call, given: Sequence[Sharding]) -> list[Sharding]:
-    """Return the types of the outputs of a call, and report inputs that do not fit."""
-    found = _typed(call, given)
-    found = replace(settled(call, given, found), parameter="")
-    if found.kind == PARTIAL and not any(each.kind == PARTIAL for each in given):
-        found = replace(found, since=str(call.here))
-    return [found] * len(call.outputs)
+def judged(call: Call, given: Sequence[Sharding]) -> Sharding:
+    """Return the type of the outputs of a call, and report inputs that do not fit."""
+    found = replace(settled(call, given, _typed(call, given)), parameter="")
+    made = found.kind == PARTIAL and not any(value.kind == PARTIAL for value in given)
+    return replace(found, since=call.here) if made else found
 
 
 def chosen(call: Call, value: Sharding, dim: int | None) -> Sharding:
@@ -135,7 +133,7 @@ def chosen(call: Call, value: Sharding, dim: int | None) -> Sharding:
         value: the type of the whole.
         dim: the dim along which there are pieces; None: it is gone, or not known.
     """
-    if call.axis not in _SUMMED:
+    if call.axis not in SUMMED:
         return varying()
     if call.grad and value.kind == INVARIANT:
         _unsummed(call, [value])
@@ -197,7 +195,7 @@ def _typed(call: Call, given: Sequence[Sharding]) -> Sharding:
 
 def _different(call: Call, dims: Dims | None, **more: str) -> Sharding:
     """Return the type of what differs between ranks; between replicas it is not known in which dims."""
-    return varying(dims, **more) if call.axis in _SUMMED else varying()
+    return varying(dims, **more) if call.axis in SUMMED else varying()
 
 
 def _created(call: Call) -> Sharding:
@@ -206,6 +204,7 @@ def _created(call: Call) -> Sharding:
 
 
 def _product_and_sum(call: Call, given: Sequence[Sharding]) -> Sharding:
+    """Return the type of ``addmm`` and ``baddbmm``: of a product, and of its sum with a summand."""
     summand, *factors = call.inputs
     product = call._replace(func=torch.matmul, name="mm", args=factors, kwargs={}, inputs=factors)
     both = [summand, *call.outputs]
@@ -217,7 +216,7 @@ def _combined(call: Call, given: Sequence[Sharding]) -> Sharding:
     """Return where the slices of the inputs are in the result, or that it is a term of a sum."""
     family = call.family
     if call.differs:
-        if call.axis not in _SUMMED and call.grad and family in ("add", "scale"):
+        if call.axis not in SUMMED and call.grad and family in ("add", "scale"):
             call.report("rank_number", f"a number that differs between the {call.axis} ranks")
         given = [*given, _different(call, {})]
     roles = {value.role for value in given}
@@ -257,7 +256,7 @@ def _check_beside(call: Call, given: Sequence[Sharding], beside: Iterable[tuple[
     for other, dim in beside:
         value = given[other]
         taken = value.equal and value.role != "uniform" and call.inputs[other].shape[dim] > 1
-        if taken and call.grad and call.axis in _SUMMED and call.family != "place" and call.name not in ("cat", "stack"):
+        if taken and call.grad and call.axis in SUMMED and call.family != "place" and call.name not in ("cat", "stack"):
             call.report("taken_for_slice", str(value))
 
 
@@ -333,7 +332,7 @@ def _of_terms(call: Call, given: Sequence[Sharding]) -> Sharding:
     if not call.grad:
         return varying({})
     call.report("not_linear" if term.reduction == "sum" else "not_extreme", str(term), call.name.strip("_"))
-    return Sharding(since=str(call.here))
+    return Sharding(since=call.here)
 
 
 def _added(call: Call, term: Sharding, given: Sequence[Sharding]) -> Sharding:
@@ -344,4 +343,4 @@ def _added(call: Call, term: Sharding, given: Sequence[Sharding]) -> Sharding:
     if call.family == "place" or not call.grad or not (whole or slices or number):
         return term
     call.report("added_to_term", f"{term}, and {[*slices, *whole, 'a number'][0]}")
-    return slices[0] if slices else Sharding(since=str(call.here))
+    return slices[0] if slices else Sharding(since=call.here)

@@ -15,7 +15,7 @@ inside it span: 8 where (2, 8, D), sliced along its middle dim, is viewed as (16
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -88,7 +88,7 @@ def reshaped(dims: Dims, before: Sequence[int], after: Sequence[int]) -> Dims | 
             inner = prod(after[to + 1 :])
         whole = inner * after[to]
         # A dim of one element in front may count the slices' dim; a first dim counts rows.
-        beside = 0 < to and after[to - 1] == 1 and not (at and before[at - 1] == 1) and (to > 1 or len(before) == 1)
+        beside = to > 0 and after[to - 1] == 1 and not (at and before[at - 1] == 1) and (to > 1 or len(before) == 1)
         if to < 0 or block % inner or (block == whole and beside):
             return None
         found[to - len(after)] = 0 if block == whole else block // inner

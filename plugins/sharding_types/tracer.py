@@ -33,14 +33,11 @@ from ..dry_run.places import owner
 from ..dry_run.values import known
 from .borders import crossed
 from .group import TypedGroup
-from .rules import FAMILY, NUMBERED, Call, chosen, judged
+from .rules import FAMILY, NUMBERED, SUMMED, Call, chosen, judged
 from .sharding import CONSTANT, INVARIANT, PARTIAL, REPLICATED, VARYING, Sharding, varying
 
 _TEXTS = read_table(__file__, "findings.toml")
 _HERE = str(Path(__file__).parent)
-_VALUES = known.__code__.co_filename
-# Functions of ``MetaValues`` that compute the known values of a meta tensor.
-_SHADOWS = ("_compute", "_follow", "_follow_test", "_write", "_filled", "_values_or_nan", "_on_cpu", "set_known")
 Types = dict[str, Sharding]  # by axis
 _Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
@@ -95,7 +92,6 @@ class Tracer:
         self._types: dict[_Key, Types] = {}
         self._places: dict[int, list[_Key]] = {}
         self._kept: list[Any] = []  # so that no storage's number is used twice
-        self._nodes: dict[Any, tuple[Types, tuple[int, ...]]] = {}  # of autograd's graph
         self._states: dict[int, str] = {}  # storages of parameters and buffers
         self._cuts: dict[_Key, int | None] = {}  # the dim along which a tensor is one of several pieces
         self._tracked: set[_Key] = set()  # tensors that need a gradient
@@ -103,6 +99,10 @@ class Tracer:
     def run(self) -> AbstractContextManager[Any]:
         """Return the context in which ops are typed."""
         stack = ExitStack()
+        apply = torch.autograd.Function.__dict__["apply"]
+        typed = classmethod(lambda cls, *args: self.function(apply.__get__(None, cls), args))
+        torch.autograd.Function.apply = typed  # type: ignore[assignment]
+        stack.callback(setattr, torch.autograd.Function, "apply", apply)
         stack.enter_context(_TypedFunctions(self))
         stack.enter_context(_TypedOps(self))
         return stack
@@ -146,12 +146,7 @@ class Tracer:
             if not beside:
                 found = self._source(tensor)
             self.write(tensor, found)
-        read = {
-            axis: self._with_gradient(tensor, axis, self._sliced(tensor, axis, each)) for axis, each in found.items()
-        }
-        if tensor.grad_fn is not None:
-            self._nodes[tensor.grad_fn] = read, tuple(tensor.shape)
-        return read
+        return {axis: _with_gradient(tensor, axis, value) for axis, value in found.items()}
 
     def write(self, tensor: Tensor, types: Types, in_place: bool = False) -> None:
         """Set the types of a tensor; ``in_place``: its elements were written, and other views of them may exist."""
@@ -180,80 +175,49 @@ class Tracer:
             axis: varying() if self.others.get(axis, {}).get(key, note) != note else Sharding() for axis in self.axes
         }
 
-    def _with_gradient(self, tensor: Tensor, axis: str, value: Sharding) -> Sharding:
-        """Return a type with the kind of gradient of a tensor that an autograd function has made."""
-        if not value.equal:
-            return value
-        if not tensor.requires_grad:
-            return replace(value, kind=CONSTANT)
-        if value.kind != CONSTANT or value.role == "uniform":
-            return value
-        together = axis in ("tensor", "context")  # else each rank's loss is a term of the sum
-        return replace(value, kind=self._kind_of(tensor.grad_fn, axis, 4) or (INVARIANT if together else REPLICATED))
-
-    def _sliced(self, tensor: Tensor, axis: str, value: Sharding) -> Sharding:
-        """Return the type of an autograd function's result: sliced as an input of this shape (but for the last dim)."""
-        made: Any = tensor.grad_fn
-        if value.kind != VARYING or not hasattr(made, "_forward_cls"):
-            return value
-        for node, _ in made.next_functions:
-            if node in self._nodes:
-                types, shape = self._nodes[node]
-                dims = types[axis].levels
-                if types[axis].kind == VARYING and shape[:-1] == tensor.shape[:-1] and dims and -1 not in dims:
-                    return replace(value, dims=types[axis].dims)
-        return value
-
-    def _kind_of(self, node: Any, axis: str, depth: int) -> str:
-        """Return the kind of an autograd function's equal result: that of its inputs; "" if they are not equal."""
-        if node is None or depth == 0:
-            return ""
-        if node in self._nodes:
-            kind = self._nodes[node][0][axis].kind
-            return kind if kind in (INVARIANT, REPLICATED) else ""
-        if hasattr(node, "variable"):
-            return self.read(node.variable)[axis].kind
-        kinds = {self._kind_of(source, axis, depth - 1) for source, _ in node.next_functions}
-        return INVARIANT if INVARIANT in kinds else REPLICATED if REPLICATED in kinds else ""
-
     # -------------------------------------------------------------------------------------------------- what runs
 
-    def op(self, func: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        """Run an op, and type its results."""
-        if _is_shadow(args):
-            return run()
+    def op(self, func: Any, full: str, args: Any, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        """Run an op, and type its results.
+
+        Args:
+            func: runs the op on other tensors.
+            full: the op's name in aten, with a ``_`` at the end if it writes its first argument.
+            args, kwargs: its arguments.
+            run: runs it.
+        """
         self.ops += 1
-        full = func.overloadpacket.__name__
-        name = full.rstrip("_")
+        name, out = full.rstrip("_"), kwargs.get("out")
         mutates = full.endswith("_") and bool(args)
-        numbers = str(_numbers(args) + _numbers(tuple(kwargs.values()))) if FAMILY.get(name) in NUMBERED else None
-        out = kwargs.get("out")
         plain = {word: value for word, value in kwargs.items() if word != "out"}
         inputs = [*tensors_of(list(args)), *tensors_of(list(plain.values()))]
         if full == "copy_" or (mutates and FAMILY.get(name) in ("create", "random")):
             inputs = inputs[1:]
+        numbers = None
+        if FAMILY.get(name) in NUMBERED:
+            numbers = str([value for value in (*args, *kwargs.values()) if not tensors_of(value)])
         offsets, lines = [tensor.storage_offset() for tensor in inputs], _lines()
         key = self._note(name, lines[0], (numbers, offsets))
         given = [self.read(tensor) for tensor in inputs] if self.others else []
         result = run()
         if not self.others:
             return result
-        outputs = list(tensors_of(result)) if not isinstance(result, (bool, int, float)) else []
-        enabled = torch.is_grad_enabled()
-        needs = [enabled and tensor.requires_grad for tensor in inputs]
+        outputs = tensors_of([result])
+        needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs]
+        here = f"{name.strip('_')} in {_short(lines[1] or lines[0])}"
         types: Types = {}
         for axis in self.axes:
             their_numbers, their_offsets = self.others.get(axis, {}).get(key, (numbers, offsets))
-            differs, here = their_numbers != numbers, _Here(name, lines)
-            call = Call(func.overloadpacket, name, args, plain, inputs, outputs, needs, axis, differs, here, self.report(axis, name))
-            pairs = zip(inputs, given, their_offsets) if their_offsets != offsets else ()
-            for tensor, each, offset in pairs:
-                if offset != tensor.storage_offset() and each[axis].equal:
-                    each[axis] = chosen(call, each[axis], self._cuts.get(_key(tensor)))
-            found = judged(call, [each[axis] for each in given])
-            types[axis] = found[0] if found else Sharding()
+            differs, report = their_numbers != numbers, self.report(axis, name)
+            call = Call(func, name, args, plain, inputs, outputs, needs, axis, differs, here, report)
+            for tensor, known_types, offset in zip(inputs, given, their_offsets):
+                if offset != tensor.storage_offset() and known_types[axis].equal:
+                    known_types[axis] = chosen(call, known_types[axis], self._cuts.get(_key(tensor)))
+            types[axis] = judged(call, [known_types[axis] for known_types in given])
+        places = [] if mutates else [_key(tensor) for tensor in inputs]
         for tensor in outputs:
-            self.write(tensor, types, mutates or out is not None)
+            if _key(tensor) not in places:  # else it is a view of all elements, which has their types
+                self.write(tensor, types, mutates or out is not None)
             if any(needs):
                 self._tracked.add(_key(tensor))
             if name in ("split", "split_with_sizes", "unbind", "chunk"):
@@ -261,6 +225,20 @@ class Tracer:
                 self._cuts[_key(tensor)] = None if name == "unbind" else dim - (args[0].dim() if dim >= 0 else 0)
         if mutates and (state := self._states.get(storage_id(args[0].untyped_storage()))):
             self._changed_state(name, state, types)
+        return result
+
+    def function(self, apply: Callable[..., Any], args: Any) -> Any:
+        """Run an autograd function, whose ops have typed its results but for their gradients."""
+        inputs = tensors_of(list(args)) if self.others else []
+        given = [(tensor.shape, self.read(tensor), tensor.requires_grad) for tensor in inputs]
+        result = apply(*args)
+        for tensor in tensors_of([result]) if self.others else ():
+            if tensor.requires_grad:
+                found = self.read(tensor)
+                for axis, value in found.items():
+                    of_inputs = [(shape, types[axis], needs) for shape, types, needs in given]
+                    found[axis] = _of_function(value, tensor.shape, of_inputs)
+                self.write(tensor, found)
         return result
 
     def border(
@@ -293,13 +271,6 @@ class Tracer:
         crossed(*enters, types[axis.name], 1 - x.dim(), self.report(axis.name, "_".join(enters)))
         for out, (weight, _) in zip(outs, weights, strict=True):
             self.write(out, types | {axis.name: varying({-1: self.read(weight)[axis.name].levels.get(-2, 0)})})
-
-    def call_of(self, func: Any, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], axis: str) -> Call:
-        """Return a call of a function of triax."""
-        needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs]
-        name = func.__name__
-        here = _Here(name, _lines())
-        return Call(func, name, args, {}, inputs, outputs, needs, axis, False, here, self.report(axis, name))
 
     def collective(self, name: str, group: TypedGroup, tensor: Tensor, output: Tensor) -> None:
         """Type the output of a collective that has no gradient."""
@@ -343,17 +314,6 @@ class Tracer:
                 self.report(axis, name)("changed_state", f"{value}, for the {state}", state)
 
 
-class _Here:
-    """The op and the user's line, found when it is shown."""
-
-    def __init__(self, name: str, lines: tuple[str, str]) -> None:
-        self._name, self._lines = name, lines
-
-    def __str__(self) -> str:
-        inner, user = self._lines
-        return f"{self._name.strip('_')} in {_short(user or inner)}"
-
-
 class _TypedOps(TorchDispatchMode):
     """Mode that types the results of ops."""
 
@@ -363,7 +323,8 @@ class _TypedOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op."""
-        return self._tracer.op(func, args, kwargs or {}, lambda: func(*args, **(kwargs or {})))
+        packet, kwargs = func.overloadpacket, kwargs or {}
+        return self._tracer.op(packet, packet.__name__, args, kwargs, lambda: func(*args, **kwargs))
 
 
 class _TypedFunctions(TorchFunctionMode):
@@ -378,6 +339,8 @@ class _TypedFunctions(TorchFunctionMode):
         tracer, kwargs = self._tracer, kwargs or {}
         if not tracer.others:
             return func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "rms_norm" and isinstance(args[0], Tensor):
+            return tracer.op(func, "rms_norm", args, kwargs, lambda: func(*args, **kwargs))
         before = tracer.read(args[2]) if func is border else {}  # which it may overwrite
         result = func(*args, **kwargs)
         if func is border:
@@ -390,18 +353,31 @@ class _TypedFunctions(TorchFunctionMode):
             )
         if func is column_linears:
             tracer.columns(result, *args, **kwargs)
-        elif getattr(func, "__name__", "") == "rms_norm" and isinstance(args[0], Tensor):
-            inputs = [*tensors_of(list(args)), *tensors_of(list(kwargs.values()))]
-            given = [tracer.read(tensor) for tensor in inputs]
-            calls = [tracer.call_of(func, args, inputs, [result], axis) for axis in tracer.axes]
-            found = [judged(call, [each[call.axis] for each in given])[0] for call in calls]
-            tracer.write(result, dict(zip(tracer.axes, found, strict=True)))
         return result
 
 
 def _key(tensor: Tensor) -> _Key:
     place = storage_id(tensor.untyped_storage())
     return place, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _with_gradient(tensor: Tensor, axis: str, value: Sharding) -> Sharding:
+    """Return a type with the kind of gradient that a tensor can have."""
+    if not value.equal or (tensor.requires_grad and (value.kind != CONSTANT or value.role == "uniform")):
+        return value
+    # Each replica's loss is a term of the sum.
+    kind = INVARIANT if axis in SUMMED else REPLICATED
+    return replace(value, kind=kind if tensor.requires_grad else CONSTANT)
+
+
+def _of_function(value: Sharding, shape: Sequence[int], given: Sequence[tuple[Any, Sharding, bool]]) -> Sharding:
+    """Return the type of an autograd function's result, sliced as an input of this shape (but for the last dim)."""
+    if value.kind == VARYING:
+        alike = [each for other, each, _ in given if each.kind == VARYING and other[:-1] == shape[:-1]]
+        return replace(value, dims=next((each.dims for each in alike if each.dims and -1 not in each.dims), value.dims))
+    kinds = {each.kind for _, each, needs in given if needs}
+    kind = next((kind for kind in (INVARIANT, REPLICATED) if kind in kinds), value.kind)
+    return replace(value, kind=kind) if value.equal and value.role != "uniform" else value
 
 
 def _any_of(values: Sequence[Sharding]) -> Sharding:
@@ -421,14 +397,6 @@ def _written(before: Sharding, value: Sharding, same_dims: bool) -> Sharding:
     return value
 
 
-def _numbers(args: Any) -> list[Any]:
-    return [each for each in args if not isinstance(each, Tensor) and not _has_tensors(each)]
-
-
-def _has_tensors(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in value)
-
-
 def _lines() -> tuple[str, str]:
     """Return the place in triax or in the user's code that calls torch now, and the user's; "" if there is none."""
     frame, inner = sys._getframe(2), ""
@@ -443,21 +411,6 @@ def _lines() -> tuple[str, str]:
                 return inner, f"{file}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return inner, ""
-
-
-def _is_shadow(args: Any) -> bool:
-    """Return True if an op computes known values of a meta tensor beside the op on the meta device."""
-    if any(tensor.is_meta for tensor in tensors_of(list(args))):
-        return False
-    frame = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file == _VALUES and frame.f_code.co_name in _SHADOWS:
-            return True
-        if file != _VALUES and not file.startswith(_HERE) and owner(file) != "python":
-            return False
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def _short(place: str) -> str:

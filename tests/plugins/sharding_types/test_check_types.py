@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import triax
 from triax import Grid, PipelineModule
 from triax.plugins.sharding_types.check_types import TypeCheck, check_types
 from triax.plugins.sharding_types.sharding import reshaped
@@ -133,15 +134,24 @@ def test_types_find_the_planted_faults_that_they_can_see(kind: str) -> None:
 MODELS = ("llama", "gpt_oss", "mamba2", "olmo2")
 
 
+def adapted(kind: str, dora: bool, grid: Grid) -> PipelineModule:
+    model = proved.build(kind, "full", proved.settings(kind), grid)
+    triax.add_lora(model, triax.Lora(rank=2, dora=dora), grid)
+    return model
+
+
 @pytest.mark.parametrize(
     "kind", [kind if kind in MODELS else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in proved.kinds()]
 )
 def test_types_raise_no_alarm_on_types_of_models(kind: str) -> None:
     pytest.importorskip("transformers")
-    build, data = partial(proved.build, kind, "full", proved.settings(kind)), partial(proved.batches, "full")
-    for axes in [ALL] if kind in MODELS else [*GRIDS.values(), ALL]:
-        found = check_types(build, data, axes)
-        assert found.holds and found.ops > 200, (axes, found.findings)
+    builds = [partial(proved.build, kind, "full", proved.settings(kind))]
+    if kind not in MODELS[1:]:
+        builds += [partial(adapted, kind, dora) for dora in (False, True)]
+    for build in builds:
+        for axes in [ALL] if kind in MODELS else [*GRIDS.values(), ALL]:
+            found = check_types(build, partial(proved.batches, "full"), axes)
+            assert found.holds and found.ops > 200, (axes, found.findings)
 
 
 @pytest.mark.parametrize(
