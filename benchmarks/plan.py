@@ -1,6 +1,6 @@
 """Predicted and measured step times of 44 layouts on this machine, with experts, context, offload and recomputation.
 
-    triax plan measure here.json
+    triax machine measure here.json
     python benchmarks/plan.py here.json                        # all layouts, of 1, 2, 4 and 8 processes: 4 minutes
     python benchmarks/plan.py here.json --processes 1 2 --results times.jsonl
     python benchmarks/plan.py here.json --processes 4 8 --results times.jsonl   # adds to the file, and prints all of it
@@ -8,9 +8,9 @@
     python benchmarks/plan.py before.json after.json --processes --results times.jsonl
 
 A layout's time is the median of its steps on the slowest rank; a layout that is measured again, at another time, has
-the steps of both. The machine files come from ``triax plan measure`` alone: nothing in them or in the model is fitted
-to these times. A prediction by several files, measured before and after, is the mean of theirs: a shared machine's
-speed drifts.
+the steps of both. The machine files come from ``triax machine measure`` alone: nothing in them or in the model is
+fitted to these times. A prediction by several files, measured before and after, is the mean of theirs: the speed of a
+shared machine drifts.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("machines", nargs="+", help="machine files of triax plan measure")
+    parser.add_argument("machines", nargs="+", help="machine files of triax machine measure")
     parser.add_argument("--processes", type=int, nargs="*", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--steps", type=int, default=7, help="steps of each layout")
     parser.add_argument("--results", type=Path, help="file to which the measured times are added")

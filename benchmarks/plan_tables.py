@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from rounds import print_json
 
 from triax.base.tables import table, terminal
-from triax.cli.fit import read_runs
+from triax.cli.machine import read_runs
 from triax.plugins.plan.fit import MeasuredRun, figures, fit, leave_one_out
 from triax.plugins.plan.machine import Machine, machine
 from triax.plugins.plan.trust import SAME_SIZE, kept, student

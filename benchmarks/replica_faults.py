@@ -11,7 +11,7 @@ once all replicas are members again:
 kill          SIGKILL of one rank
 kills         SIGKILL of two replicas at once
 stop          SIGSTOP of one rank until the others have gone on without its replica, then SIGCONT
-drain         ``triax drain``; the replica is started again when it has left
+drain         ``triax replicas drain``; the replica is started again when it has left
 slow          SIGSTOP for 0.2 s, ten times: the replica stays a member
 coordinator   SIGKILL of the coordinator, which is started again at its address after up to 2 s
 
@@ -273,7 +273,7 @@ class Run:
         given: arguments of the command line.
         options: further options of ``FaultTolerance``.
         steps: number of steps; a run with faults goes on until it is stopped.
-        least: number of replicas without which no step is taken.
+        min_replicas: number of replicas without which no step is taken.
         target: what a forked rank runs.
     """
 
@@ -283,16 +283,16 @@ class Run:
         given: argparse.Namespace,
         options: dict[str, Any],
         steps: int,
-        least: int,
+        min_replicas: int,
         target: Callable[[dict[str, Any]], None] = train,
     ) -> None:
         self._target = target
-        self.folder, self.given, self._least, self._port = folder, given, least, free_port()
+        self.folder, self.given, self._min_replicas, self._port = folder, given, min_replicas, free_port()
         self.names = [f"r{each}" for each in range(given.replicas)]  # a number would be the number of replicas
         folder.mkdir()
         (folder / "program.py").write_text(PROGRAM)
         self._job = {"folder": str(folder), "steps": steps, "pipe": given.pipe, "width": given.width}
-        self._job |= {"pause": given.pause, "options": options, "names": self.names, "least": least}
+        self._job |= {"pause": given.pause, "options": options, "names": self.names, "least": min_replicas}
         self._tails = {
             (name, rank): Tail(folder / f"{name}.{rank}.steps") for name in self.names for rank in range(given.pipe)
         }
@@ -363,8 +363,16 @@ class Run:
                 raise TimeoutError(f"replica {name} has not ended well: {process.exitcode}")
 
     def _start_coordinator(self) -> subprocess.Popen[bytes]:
-        words = ["coordinator", "--port", str(self._port), "--least", str(self._least), "--silence"]
-        words += [str(self.given.silence), "--patience", str(self.given.patience)]
+        words = [
+            "replicas",
+            "coordinator",
+            "--port",
+            str(self._port),
+            "--min-replicas",
+            str(self._min_replicas),
+            "--heartbeat-timeout",
+        ]
+        words += [str(self.given.heartbeat_timeout), "--straggler-timeout", str(self.given.straggler_timeout)]
         with (self.folder / "coordinator.log").open("ab") as file:
             return subprocess.Popen([sys.executable, "-m", "triax.cli.main", *words], stdout=file, stderr=file)
 
@@ -430,7 +438,9 @@ def strike(run: Run, kind: str, choose: random.Random) -> tuple[set[str], float]
     if kind in ("kill", "kills"):
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        time.sleep(choose.choice((0.0, run.given.silence + 0.5)))  # back before the others have missed it, or after
+        time.sleep(
+            choose.choice((0.0, run.given.heartbeat_timeout + 0.5))
+        )  # back before the others have missed it, or after
         for name in names:
             run.revive(name)
     elif kind == "slow":
@@ -590,9 +600,9 @@ def main() -> None:
     parser.add_argument("--kinds", default="kill", help=f"all, or some of {','.join(kinds)}; each occurs")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that the data of a step takes")
-    parser.add_argument("--silence", type=float, default=2.0)
+    parser.add_argument("--heartbeat-timeout", type=float, default=2.0)
     parser.add_argument("--timeout", type=float, default=5.0)
-    parser.add_argument("--patience", type=float, default=5.0)
+    parser.add_argument("--straggler-timeout", type=float, default=5.0)
     parser.add_argument("--restarts", type=int, default=0, help="kills of a job that restarts from a checkpoint")
     parser.add_argument(
         "--forked", action="store_true", help="fork ranks from a process that has loaded torch, without triax run"
@@ -613,7 +623,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(given.keep or temporary)
         folder.mkdir(exist_ok=True, parents=True)
-        limits = {"timeout": given.timeout, "silence": given.silence}
+        limits = {"timeout": given.timeout, "heartbeat_timeout": given.heartbeat_timeout}
         run = Run(folder / "faults", given, limits, 10**9, 2)
         try:
             with_faults(run, chosen, given.faults, random.Random(given.seed))

@@ -31,14 +31,14 @@ class CheckFlags(Options):
         "pipe,data,tensor",
         "Axes to try, each with 2 ranks, then together: pipe, data, context, tensor, expert.",
     )
-    ranks: int = option(4, "Maximum number of ranks of a grid.", least=1, most=8)
+    processes: int = option(4, "Maximum number of ranks of a grid.", least=1, most=8)
     timeout: float = option(120.0, "Seconds that a run may take.", above=0)
     over_replicas: bool = option(
         False,
         "The loss covers the rows of all replicas together, as CLIP's: compare with one process whose microbatches "
         "have these rows.",
     )
-    dry: str | None = option(
+    dry_run: str | None = option(
         None,
         "Grid of any size, such as pipe=8,tensor=4: run a step of one rank of each class on the meta device, and "
         "compare nothing.",
@@ -53,8 +53,8 @@ class CheckFlags(Options):
 
     def check(self) -> None:
         """Check that one judge is asked, and that no option of another one is given."""
-        asked = "dry" if self.dry is not None else "types" if self.types is not None else None
-        for name in ("dry", "types", "axes", "ranks", "over_replicas", "costs"):
+        asked = "dry_run" if self.dry_run is not None else "types" if self.types is not None else None
+        for name in ("dry_run", "types", "axes", "processes", "over_replicas", "costs"):
             if asked not in (None, name) and self.changes(name):
                 raise refusal(f"<{name}> has no effect with <{asked}>: leave one of them out")
 
@@ -87,11 +87,12 @@ def check(
     from ..testing.check import layer_costs
 
     build, batches = _target(target, changes or [], flags)
-    if flags.dry is not None:
-        _dry(target, build, batches, _sizes("dry", flags.dry), flags.json)
+    if flags.dry_run is not None:
+        _dry(target, build, batches, _sizes("dry-run", flags.dry_run), flags.json)
     if flags.types is not None:
         _types(target, build, batches, _sizes("types", flags.types), flags.json)
-    rows = list(run(build, batches, _axes(flags.axes), flags.ranks, flags.timeout, over_replicas=flags.over_replicas))
+    options: dict[str, Any] = {"timeout": flags.timeout, "over_replicas": flags.over_replicas}
+    rows = list(run(build, batches, _axes(flags.axes), flags.processes, **options))
     holds = all(row.holds for row in rows)
     profile, kept = layer_costs(build, batches, flags.timeout) if flags.costs and rows[0].holds else ("", {})
     if flags.json:
@@ -115,7 +116,7 @@ def _target(target: str, changes: list[str], flags: CheckFlags) -> tuple[Any, An
     """Return the functions that make the model and its batches."""
     from .check_targets import read_target
 
-    return read_target(target, changes, flags.data, flags.dry is not None or flags.types is not None)
+    return read_target(target, changes, flags.data, flags.dry_run is not None or flags.types is not None)
 
 
 def _axes(text: str) -> list[str]:

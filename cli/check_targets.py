@@ -41,7 +41,7 @@ def read_target(target: str, changes: Sequence[str], data: str | None, dry: bool
         changes: ``KEY=VALUE`` for a training file, or for the fields of a folder's configuration.
         data: name of the function of ``FILE.py`` that returns the batches; None: ``batches``, or random ones if the
             file does not have it.
-        dry: the model will not have values, under --dry or --types, so that this machine need not hold it.
+        dry: the model will not have values, under --dry-run or --types, so that this machine need not hold it.
 
     Raises:
         ValueError: there is no such file, folder or function; the file raises an error; an argument does not go with
@@ -151,7 +151,7 @@ def _functions(path: Path, function: str, data: str | None, dry: bool) -> tuple[
         return build, batches
     if dry:
         raise ValueError(
-            f"{path} has no function 'batches', which --dry and --types need: a batch, as the model trains on"
+            f"{path} has no function 'batches', which --dry-run and --types need: a batch, as the model trains on"
         )
     try:
         (batch,) = run_ranks(1, _random_batch, build)

@@ -35,7 +35,7 @@ Sources = Annotated[
         metavar="SOURCE",
     ),
 ]
-Out = Annotated[Path, typer.Option(help="Folder to write.")]
+Output = Annotated[Path, typer.Option(help="Folder to write.")]
 Where = Annotated[Path, typer.Argument(help="Folder that triax data tokenize wrote.")]
 Key = Annotated[
     str | None, typer.Option(help="Name of the text in .jsonl, or of the column. Default: text, or messages.")
@@ -53,7 +53,7 @@ def tokenize(
     tokenizer: Annotated[
         str, typer.Option(help="bytes, a tokenizer.json, a folder of transformers, or an id, as Qwen/Qwen3-0.6B.")
     ],
-    out: Out,
+    output: Output,
     processes: Annotated[int, typer.Option(min=0, help="Number of processes. 0: one for each core.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Conversations: loss on the assistant's tokens only.")] = False,
     key: Key = None,
@@ -82,7 +82,7 @@ def tokenize(
         made = run(
             [*sources],
             tokenizer,
-            out,
+            output,
             processes=processes or cores(),
             key=key,
             chat=chat,
@@ -103,7 +103,7 @@ def tokenize(
         echo("nothing ends a document, because the tokenizer names no such token; give one by --end", err=True)
     seconds = time.perf_counter() - begin
     how = f"in {seconds:.1f} s" if made.pieces else "there already"
-    echo(f"{out}: {index.tokens:,} tokens in {index.documents:,} documents, {how}")
+    echo(f"{output}: {index.tokens:,} tokens in {index.documents:,} documents, {how}")
 
 
 @data.command(cls=Command)
@@ -155,7 +155,7 @@ def verify(path: Where) -> None:
 @data.command("train-tokenizer", cls=Command)
 def train_tokenizer(
     sources: Sources,
-    out: Out,
+    output: Output,
     vocab_size: Annotated[
         int, typer.Option(help="Number of tokens: 256 bytes, the end of a document, merges.")
     ] = 32000,
@@ -169,10 +169,10 @@ def train_tokenizer(
     from ..data.tokenizer import train_tokenizer as train
 
     files, _ = find_sources(sources, format)
-    made = train(files, Reading(key or "text", False, split), vocab_size, out, skip_bad=skip_bad).facts
+    made = train(files, Reading(key or "text", False, split), vocab_size, output, skip_bad=skip_bad).facts
     if made.vocab_size < vocab_size:
         echo(f"the text has only {made.vocab_size} tokens to learn, fewer than {vocab_size}", err=True)
-    echo(f"{out}: {made.vocab_size} tokens, of {len(files)} files; fingerprint {made.fingerprint[:12]}")
+    echo(f"{output}: {made.vocab_size} tokens, of {len(files)} files; fingerprint {made.fingerprint[:12]}")
 
 
 def _show_document(folder: TokenFolder, number: int, name: str | None) -> None:

@@ -22,7 +22,9 @@ _NEXT = {
 
 
 def demo(
-    runs: Annotated[Path, typer.Option(help="Folder of runs; the demo replaces the folder demo in it.")] = Path("runs"),
+    output: Annotated[Path, typer.Option(help="Folder of runs; the demo replaces the folder demo in it.")] = Path(
+        "runs"
+    ),
 ) -> None:
     """Train a small GPT on two stages for less than a minute, and draw the measured timeline of its last step.
 
@@ -39,13 +41,13 @@ def demo(
 
     if read_environment() is not None:
         raise ConfigError("triax demo starts its own two processes: type it without a launcher.")
-    folder, source = runs / "demo", Path(__file__).resolve().parents[1]
+    folder, source = output / "demo", Path(__file__).resolve().parents[1]
     texts = sorted(str(path) for room in ("pipe", "engine", "zero") for path in (source / room).rglob("*.py"))
     tokens = tokenize(texts, "bytes", folder / "tokens", processes=min(2, cores()), split="paragraph").folder
     terminal().print(f"text    {tokens.index.tokens:,} bytes of triax's own source")
     values = {
         "name": "demo",
-        "runs": str(runs),
+        "runs": str(output),
         "model": {"preset": "bytes-small"},
         "data": {"training": str(folder / "tokens"), "held_out": 0.05},
         "grid": {"pipe": 2},

@@ -36,7 +36,7 @@ def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
         ConfigError: the grid does not fit the model.
     """
     if job.file.model.layers is not None:
-        raise ConfigError("--explain knows triax's own models alone, and model.layers is a function: try --dry")
+        raise ConfigError("--explain knows triax's own models alone, and model.layers is a function: try --dry-run")
     layout, memory = layout_of_job(job), memory_of_job(job)
     try:
         memory.check(layout, job.sequence)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from typer.core import TyperCommand
 
 from ..base.errors import ConfigError, close
-from .verbs import OLDER, path_of
+from .verbs import NEW_FLAGS, OLDER, path_of, warn_of_older
 
 
 class Command(TyperCommand):
@@ -36,7 +36,10 @@ class Command(TyperCommand):
 
     def translated(self, name: str, args: list[str]) -> list[str] | None:
         """Return the arguments with this command's flags in place of an unknown one; None if it stays unknown."""
-        return None
+        if (newer := NEW_FLAGS.get(str(self.name), {}).get(name)) is None:
+            return None
+        warn_of_older(name, newer)
+        return [newer + word[len(name) :] if _name(word) == name else word for word in args]
 
     def _unknown(self, ctx: Any, name: str) -> str:
         """Return the answer to an unknown flag."""
@@ -83,7 +86,7 @@ class RunCommand(Command):
         if name in REPLACED:
             return _replaced(args, name, *REPLACED[name])
         if name not in IDLE:
-            return None
+            return super().translated(name, args)
         values, why = IDLE[name]
         logging.getLogger("triax").warning("triax run: %s does nothing: %s", name, why)
         return _replaced(args, name, values)

@@ -8,18 +8,46 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ..base import VERSION
 from ..base.errors import ConfigError
 from ..base.tables import terminal
 from .foreign_options import Command, RunCommand
-from .verbs import CommandGroup
+from .verbs import CommandGroup, with_new_names
 
-# Command -> the file that it stands in, under its own name.
-COMMANDS = {name: name for name in ("demo", "new", "recipe", "memory", "config", "grid", "schedule", "train")}
-COMMANDS |= {name: name for name in ("generate", "evaluate", "plan", "report", "check", "run")}
-COMMANDS |= {"coordinator": "coordinator", "drain": "coordinator", "env": "env"}
-COMMANDS |= {"checkpoint": "checkpoint", "data": "data"}
+# Group -> command -> what `triax --help` says of it. The command is the function or the group of that name, in the file
+# of that name.
+GROUPS = {
+    "Start": {
+        "demo": "Train a small GPT on two stages for less than a minute.",
+        "new": "Make a project: a GPT as a list of layers, with its program and tests.",
+        "recipe": "List the recipes, or write one: a training file and its commands.",
+        "env": "Print versions and devices, and what is missing for each feature.",
+    },
+    "Train": {
+        "run": "Run a script on many processes, on this host or on several.",
+        "train": "Train a model from a file.",
+        "generate": "Continue a prompt, or answer messages.",
+        "evaluate": "Evaluate a model on tasks of lm-eval.",
+        "replicas": "Run the coordinator of a run's replicas, or ask a replica to leave.",
+    },
+    "Understand": {
+        "schedule": "Show, explain and compare pipeline schedules.",
+        "grid": "Print the place of each rank on a grid, its layers and its shards.",
+        "memory": "Print the memory of each pipe rank of a model on a grid.",
+        "plan": "Find the fastest layouts of a run on a cluster.",
+        "machine": "Time this machine, or fit a machine's figures to runs, for triax plan.",
+        "check": "Compare a model on grids with one process, or check its types of sharding.",
+        "report": "Write one HTML page about a run, or one that compares runs.",
+    },
+    "Files": {
+        "data": "Tokenize text, and show and verify tokens.",
+        "checkpoint": "Show, verify, convert, compare and prune checkpoints.",
+        "compat": "Check files of other libraries: DeepSpeed's configurations.",
+    },
+}
+COMMANDS = {name: (group, text) for group, commands in GROUPS.items() for name, text in commands.items()}
 
 
 class _Commands(Mapping[str, Any]):
@@ -30,7 +58,7 @@ class _Commands(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
-            command = getattr(import_module(f".{COMMANDS[name]}", __package__), name)
+            command = getattr(import_module(f".{name}", __package__), name)
             if not isinstance(command, typer.Typer):
                 function, command = command, typer.Typer(add_completion=False)
                 kind = RunCommand if name == "run" else Command
@@ -49,11 +77,31 @@ class _Commands(Mapping[str, Any]):
 
 
 class _Triax(CommandGroup):
-    """The command ``triax``."""
+    """The command ``triax``. Its help, and the completion of a command's name, import no command."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self.commands = _Commands()  # type: ignore[assignment]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments; an older name of a command is read with a warning."""
+        return super().parse_args(ctx, with_new_names(args))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help."""
+        self._list()
+        super().format_help(ctx, formatter)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return the commands that a word may become."""
+        self._list()
+        return super().shell_complete(ctx, incomplete)
+
+    def _list(self) -> None:
+        """Put the names and texts of the commands in place of the commands."""
+        self.commands = {
+            name: TyperCommand(name, help=text, rich_help_panel=group) for name, (group, text) in COMMANDS.items()
+        }
 
 
 app = typer.Typer(

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from ..base.errors import ConfigError
-from ..base.files import PICTURES, check_output
+from ..base.files import PICTURES
 from ..options.base import REQUIRED, Options, option
-from .fit import fit
 from .flags import one_line_errors, with_flags
 from .foreign_options import Command
 from .plan_files import write_sbatch, write_training_file
@@ -81,11 +80,11 @@ class SearchFlags(RunFlags):
     tokens: str | None = option(None, "Tokens of the whole run, such as 1T: prints its days.")
     time: str | None = option(None, "Time of the whole run, such as 3d: prints its tokens.")
     top: int = option(10, "Number of layouts to list.", least=1)
-    write: Path | None = option(None, "Write a training file (.yaml) of the best layout.", writes=(".yaml", ".yml"))
+    output: Path | None = option(None, "Write a training file (.yaml) of the best layout.", writes=(".yaml", ".yml"))
     sbatch: Path | None = option(
         None,
-        "With --write: write a Slurm script that runs the training file, too.",
-        needs="write",
+        "With --output: write a Slurm script that runs the training file, too.",
+        needs="output",
         writes=("",),
     )
     layer_costs: Path | None = option(
@@ -152,12 +151,12 @@ def search(flags: SearchFlags) -> None:
         flags.html.write_text(page(result, title), encoding="utf-8")
     if flags.layer_costs is not None:
         flags.layer_costs.write_text(CostModel(work).layer_costs(best).to_json(), encoding="utf-8")
-    if flags.write is not None:
-        write_training_file(flags.write, flags.model, run.source, work, best, trust)
+    if flags.output is not None:
+        write_training_file(flags.output, flags.model, run.source, work, best, trust)
         needed = "" if run.source is not None else "; set training.steps, training.learning_rate, data.training"
-        typer.echo(f"wrote {flags.write}: {best}{needed}", err=flags.json)
+        typer.echo(f"wrote {flags.output}: {best}{needed}", err=flags.json)
         if flags.sbatch is not None:
-            nodes = write_sbatch(flags.sbatch, flags.write, best.gpus)
+            nodes = write_sbatch(flags.sbatch, flags.output, best.gpus)
             said = f"wrote {flags.sbatch}: {best.gpus} GPUs on {nodes} nodes; sbatch {flags.sbatch}"
             typer.echo(said, err=flags.json)
 
@@ -189,22 +188,6 @@ def compare(
         typer.echo(json.dumps({"trust": trust, "layouts": pair, "difference": difference}))
     else:
         print_difference(pair[0], pair[1], trust["line"])
-
-
-@plan.command(cls=Command)
-@with_flags
-@one_line_errors
-def measure(file: Annotated[Path, typer.Argument(help="File to write (.json), for --machine.")]) -> None:
-    """Time this machine for a minute, and write its description."""
-    check_output(file, (".json",))
-    from ..plugins.plan.measure_machine import measure as timed  # imports torch
-
-    profile = timed(file.stem, say=lambda line: typer.echo(line, err=True))
-    file.write_text(json.dumps(profile.to_dict(), indent=1) + "\n", encoding="utf-8")
-    typer.echo(f"{file}: {profile.sources['measured']}")
-
-
-plan.command(cls=Command)(fit)
 
 
 def _run(flags: RunFlags) -> _PlannedRun:

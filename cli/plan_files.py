@@ -25,11 +25,11 @@ def write_training_file(
     from ..plugins.plan.parallel_layout import RECOMPUTATION
 
     if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(_WRITTEN):
-        raise ValueError(f"--write is {path}, which exists and is not a file of triax plan. Give another name.")
+        raise ValueError(f"--output is {path}, which exists and is not a file of triax plan. Give another name.")
     if layout.recompute not in RECOMPUTATION or work.products:
         raise ValueError(
             f"The plan has recompute={layout.recompute} and --products {work.products}, which triax train cannot run. "
-            "Leave them out with --write."
+            "Leave them out with --output."
         )
     content: dict[str, Any] = {} if source is None else copy.deepcopy(source.values)
     if source is None:
@@ -37,7 +37,7 @@ def write_training_file(
         if Path(model).is_dir():  # of a folder without weights only the shape can be trained
             shape = {"folder": model, "weights": any(Path(model).glob("*.safetensors"))}
         if model.endswith(".json"):
-            raise ValueError("--write needs a model that triax train can build. Give a preset or a folder.")
+            raise ValueError("--output needs a model that triax train can build. Give a preset or a folder.")
         content = {"model": shape, "data": {"training": "tokens"}, "training": {"steps": 1000}}
     sizes = ("pipe", "data", "context", "tensor", "expert")
     content["grid"] = {name: getattr(layout, name) for name in sizes}

@@ -105,7 +105,7 @@ def tight(searcher: Searcher, found: Search) -> list[str]:
     others = Searcher(searcher.work, Space(space.gpus, space.given, enough)).run(1).layouts
     line = f"the first leaves {figure((limit - first.memory.total) / 2**30)} GiB free, less than {ROOM:.0%}: "
     if not others:
-        return [line + "so do all that fit. Try it with triax train --dry before you have the GPUs"]
+        return [line + "so do all that fit. Try it with triax train --dry-run before you have the GPUs"]
     other = others[0]
     takes = f"takes {figure(other.time.seconds)} s and {figure(other.memory.total / 2**30)} GiB"
     return [f"{line}{other.layout} {takes}; --memory {enough / 1e9:.1f} puts it first"]

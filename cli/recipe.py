@@ -18,7 +18,7 @@ _IN_CHECKOUT = "examples/recipes/"  # in front of files in the recipes' commands
 
 def recipe(
     name: Annotated[str | None, typer.Argument(help="Name of a recipe. Without it: list them.")] = None,
-    folder: Annotated[Path, typer.Option(help="Folder to write the files to.")] = Path(),
+    output: Annotated[Path, typer.Option(help="Folder to write the files to.")] = Path(),
 ) -> None:
     """List the recipes, or write one: its training file, what it needs, and the commands to type."""
     files = {path.stem: path for path in sorted(_RECIPES.glob("*.yaml"))}
@@ -37,7 +37,7 @@ def recipe(
         if path.name in text and path.stem not in others and path.suffix != ".md"
     ]
     for path in needed:
-        write_new(folder / path.name, read_text(path).replace(_IN_CHECKOUT, ""))
+        write_new(output / path.name, read_text(path).replace(_IN_CHECKOUT, ""))
     typer.echo(f"\n{title}\n\n{text.replace(_IN_CHECKOUT, '').strip()}")
 
 

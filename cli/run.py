@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 class DryFlags(Options):
     """Flags of a dry run."""
 
-    dry: int | None = option(
+    dry_run: int | None = option(
         None,
         "Start no ranks: divide so many ranks into classes, run one rank of each class here for one step, without "
         "values, and report memory, traffic, and what would fail.",
         least=1,
     )
     dry_value: float = option(
-        1.0, "With --dry: the number to use for values that are not computed, such as a loss.", needs="dry"
+        1.0, "With --dry-run: the number to use for values that are not computed, such as a loss.", needs="dry_run"
     )
 
 
@@ -57,7 +57,7 @@ def run(
     from ..grid.launcher.run import run_as_replicas, run_driven, run_here
 
     program = program_of(script, called.args, options)
-    if dry.dry is not None:
+    if dry.dry_run is not None:
         _dry_run(program, dry, options.nproc)
     if replicas.replicas:
         _say_idle(options)
@@ -95,11 +95,11 @@ def _dry_run(program: LaunchedProgram, flags: DryFlags, nproc: str | None) -> No
 
     target = program.target
     if isinstance(target, Executable):
-        raise ConfigError("--dry runs only Python, because it replaces torch's functions. Leave out --no-python.")
+        raise ConfigError("--dry-run runs only Python, because it replaces torch's functions. Leave out --no-python.")
     is_module = isinstance(target, Module)
     script = Script(target.name if isinstance(target, Module) else str(target), [*program.arguments], is_module)
     per_host: dict[str, Any] = {"per_host": int(nproc)} if nproc is not None and nproc.isdecimal() else {}
-    dry_run(script.run, flags.dry or 0, stand_in=flags.dry_value, **per_host)
+    dry_run(script.run, flags.dry_run or 0, stand_in=flags.dry_value, **per_host)
 
 
 def _exit(code: int) -> NoReturn:

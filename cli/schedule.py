@@ -72,7 +72,7 @@ class ShowOutputFlags(OutputFlags):
         writes=(*PICTURES, ".json"),
     )
     critical: bool = option(False, "With --plot: draw a line along the critical path.", needs="plot")
-    write: Path | None = option(
+    output: Path | None = option(
         None,
         "Write the schedule to this file: .csv for torch's pipelining, .txt as the zero-bubble repository prints it, "
         "or .json.",
@@ -92,8 +92,8 @@ def show(name: Shown, changes: ChangeFlags, outputs: ShowOutputFlags) -> None:
         outputs.plot.write_text(json.dumps(chrome_trace(result.timeline)), encoding="utf-8")
     else:
         outputs.draw([result], [title(chosen, costs)], [path] if outputs.critical else None)
-    if outputs.write is not None:
-        write_schedule(chosen, outputs.write)
+    if outputs.output is not None:
+        write_schedule(chosen, outputs.output)
     if outputs.json:
         typer.echo(json.dumps(report(chosen, result) | {"critical_path": [str(span.op) for span in path]}))
     else:

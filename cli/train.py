@@ -21,21 +21,24 @@ class TrainFlags(Options):
     """Flags of ``triax train``."""
 
     explain: bool = option(False, "Print what would run: stages, bytes of each rank by kind, tokens. No ranks.")
-    dry: bool = option(
+    dry_run: bool = option(
         False, "Run one rank of each class of ranks for a step, without values, data or GPUs: docs/launch.md."
     )
     json: bool = option(False, "With --explain: print one JSON object.", needs="explain")
-    processes: int | None = option(None, "With --explain or --dry: number of processes, for grid.data: auto.", least=1)
+    processes: int | None = option(
+        None, "With --explain or --dry-run: number of processes, for grid.data: auto.", least=1
+    )
     table: bool = option(False, "Print the table of all keys of a training file.")
+    upgrade: bool = option(False, "Rewrite the file under today's names of its keys; comments stay.")
 
     def check(self) -> None:
         """Check that the number of processes is not one of a run."""
-        if self.processes is not None and not (self.explain or self.dry):
+        if self.processes is not None and not (self.explain or self.dry_run):
             raise OptionError(
                 "processes",
                 self.processes,
-                "it belongs to <explain> or <dry>: add one of them. To train, leave it out: the launcher (triax run, "
-                "torchrun, srun) says how many processes there are",
+                "it belongs to <explain> or <dry_run>: add one of them. To train, leave it out: the launcher (triax "
+                "run, torchrun, srun) says how many processes there are",
             )
 
 
@@ -58,6 +61,12 @@ def train(
 
         typer.echo(markdown(TrainingFile, WHOLE))
         return
+    if flags.upgrade:
+        from ..train.upgrade import upgrade
+
+        for note in upgrade(file) or [f"{file} has no older name"]:
+            typer.echo(note)
+        return
     from ..train.file import read_training_file
     from ..train.job import resolve
     from .explain import explain, text
@@ -68,7 +77,7 @@ def train(
             explanation = explain(resolve(run, flags.processes), flags.processes)
             typer.echo(json.dumps(explanation, indent=2) if flags.json else text(explanation))
             return
-        if flags.dry:
+        if flags.dry_run:
             from .dry_run import JobSteps
 
             job = resolve(run, flags.processes)

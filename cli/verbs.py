@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from typer.core import TyperGroup
 
 from ..base.errors import ConfigError, no_such
+from ..train.older_keys import ENDS
 
 
 class CommandGroup(TyperGroup):
@@ -48,6 +50,56 @@ def path_of(ctx: Any) -> str:
     return "triax" if ctx.parent is None else f"{path_of(ctx.parent)} {ctx.info_name}"
 
 
+# First words of a command that has another name now -> these words.
+NEW_COMMANDS = {
+    ("coordinator",): ("replicas", "coordinator"),
+    ("drain",): ("replicas", "drain"),
+    ("plan", "measure"): ("machine", "measure"),
+    ("plan", "fit"): ("machine", "fit"),
+    ("config",): ("compat", "config"),
+}
+# Flag that has another name now -> this name, by the command that has it.
+NEW_FLAGS = {
+    "check": {"--ranks": "--processes", "--dry": "--dry-run"},
+    "train": {"--dry": "--dry-run"},
+    "run": {
+        "--dry": "--dry-run",
+        "--lost-after": "--host-timeout",
+        "--least": "--min-replicas",
+        "--silence": "--heartbeat-timeout",
+        "--patience": "--straggler-timeout",
+    },
+    "coordinator": {
+        "--least": "--min-replicas",
+        "--silence": "--heartbeat-timeout",
+        "--patience": "--straggler-timeout",
+    },
+    "demo": {"--runs": "--output"},
+    "recipe": {"--folder": "--output"},
+    "tokenize": {"--out": "--output"},
+    "train-tokenizer": {"--out": "--output"},
+    "show": {"--write": "--output"},
+    "search": {"--write": "--output"},
+    "fit": {"--write": "--output"},
+}
+
+
+def with_new_names(words: list[str]) -> list[str]:
+    """Return the words of a command line, with a command's name of today for an older one, and a warning in the log."""
+    for older, newer in NEW_COMMANDS.items():
+        if tuple(words[: len(older)]) == older:
+            newer = ("train",) if "--upgrade" in words else newer
+            warn_of_older(f"triax {' '.join(older)}", f"triax {' '.join(newer)}")
+            return [*newer, *words[len(older) :]]
+    return words
+
+
+def warn_of_older(older: str, newer: str) -> None:
+    """Log a warning about an older name."""
+    text = "%s is an older name of %s, which triax %s removes: type the new one"
+    logging.getLogger("triax").warning(text, older, newer, ENDS)
+
+
 # Flag that a command had before it had verbs -> what to type.
 OLDER = {
     ("schedule", "--file"): "triax schedule FILE",
@@ -55,7 +107,7 @@ OLDER = {
     ("schedule", "--explain"): "triax schedule explain NAME OP",
     ("schedule", "--layers"): "triax schedule cuts COSTS.json",
     ("schedule", "--limit"): "triax schedule cuts COSTS.json --limit GB",
-    ("plan", "--measure"): "triax plan measure FILE.json",
-    ("plan", "--fit"): "triax plan fit ROWS.csv",
+    ("plan", "--measure"): "triax machine measure FILE.json",
+    ("plan", "--fit"): "triax machine fit ROWS.csv",
     ("plan", "--why"): "triax plan compare LAYOUT LAYOUT",
 }

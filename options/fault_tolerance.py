@@ -42,7 +42,7 @@ class FaultTolerance(Options):
     timeout: float = option(
         60.0, "Seconds after which a sum over replicas fails if a connected replica sends nothing.", above=0
     )
-    silence: float = option(
+    heartbeat_timeout: float = option(
         2.0, "Seconds without a heartbeat after which the coordinator treats a replica as lost.", above=0
     )
     give_up: float = option(120.0, "Seconds without a meeting after which a replica stops with an error.", above=0)

@@ -19,7 +19,7 @@ class LaunchOptions(Options):
     nproc: str | None = option(
         None, "Processes per host: a number, gpu, cpu or auto. Default: the slots in the hostfile, the GPUs, or 1."
     )
-    np: int | None = option(None, "Processes on all hosts together.", least=1, flags=("-np",))
+    processes: int | None = option(None, "Processes on all hosts together.", least=1, flags=("-np", "--processes"))
     nnodes: str = option("", "Number of hosts; MIN:MAX lets hosts join and leave.")
     hostfile: str = option(
         "", "Start on all hosts of this file, `host slots=N` per line, or this list: host1:2,host2:2."
@@ -42,7 +42,7 @@ class LaunchOptions(Options):
     timeline: Path | None = option(
         None, "Write a trace of all ranks to this file, for ui.perfetto.dev. Survives crashes.", writes=("",)
     )
-    lost_after: float = option(15.0, "Seconds of silence after which a host is lost.", least=3)
+    host_timeout: float = option(15.0, "Seconds without a heartbeat after which a host counts as lost.", least=3)
     grace: float = option(30.0, "Seconds for ranks to save and exit after SIGTERM.", least=0)
     wait: float = option(600.0, "Seconds to wait for all hosts at the start.", least=1)
     rdzv_endpoint: str = option("", "Rendezvous address, as in torchrun: host:29400.")
@@ -73,9 +73,13 @@ class LaunchOptions(Options):
 class CoordinatorOptions(Options):
     """When a coordinator lets the replicas of a run take a step without those that are late or lost."""
 
-    least: int = option(1, "Smallest number of replicas with which steps are taken.", least=1)
-    silence: float = option(2.0, "Seconds without a heartbeat after which a replica counts as lost.", least=0.1)
-    patience: float = option(60.0, "Seconds to wait for a late replica that still sends heartbeats.", least=0.1)
+    min_replicas: int = option(1, "Smallest number of replicas with which steps are taken.", least=1)
+    heartbeat_timeout: float = option(
+        2.0, "Seconds without a heartbeat after which a replica counts as lost.", least=0.1
+    )
+    straggler_timeout: float = option(
+        60.0, "Seconds to wait for a late replica that still sends heartbeats.", least=0.1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +99,8 @@ class ReplicaOptions(CoordinatorOptions):
     replicas: str = option(
         "",
         "Replicas of fault_tolerance on this host, of --nproc processes each: a number, or names a,b. If one dies, it "
-        "is started again, up to --max-restarts times, while the others train. --least, --silence and --patience are "
-        "for them.",
+        "is started again, up to --max-restarts times, while the others train. --min-replicas, "
+        "--heartbeat-timeout and --straggler-timeout are for them.",
     )
     coordinator: str = option(
         "", "With --replicas: coordinator of several hosts, HOST:PORT. Default: one is started here.", needs="replicas"
@@ -107,7 +111,7 @@ class ReplicaOptions(CoordinatorOptions):
         names = self.names
         if self.replicas and (len(set(names)) < len(names) or not names or not all(map(is_replica_name, names))):
             raise OptionError("replicas", self.replicas, "give a number of at least 1, or different names: a,b,c")
-        for name in ("least", "silence", "patience"):
+        for name in ("min_replicas", "heartbeat_timeout", "straggler_timeout"):
             if self.changes(name) and not self.replicas:
                 raise OptionError(name, getattr(self, name), "it is for <replicas>: give them, or leave it out")
 

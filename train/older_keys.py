@@ -47,7 +47,7 @@ def renamed(values: Mapping[str, Any], short_forms: Mapping[str, str]) -> dict[s
 
 def warn_of_older(note: str) -> None:
     """Log a warning about an older name."""
-    text = "%s, which triax %s removes: write the new name, or rewrite the file with triax config FILE --upgrade"
+    text = "%s, which triax %s removes: write the new name, or rewrite the file with triax train FILE --upgrade"
     logging.getLogger("triax").warning(text, note, ENDS)
 
 

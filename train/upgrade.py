@@ -49,7 +49,7 @@ def upgrade(path: Path) -> list[str]:
         ConfigError: as ``upgraded``, or a file of another kind.
     """
     if path.suffix.lower() not in (".yaml", ".yml"):
-        raise ConfigError(f"{path} is no YAML: rename its keys by hand; triax train {path} --dry names each")
+        raise ConfigError(f"{path} is no YAML: rename its keys by hand; triax train {path} --dry-run names each")
     text, notes = upgraded(read_text(path))
     if notes:
         path.write_text(text, encoding="utf-8")

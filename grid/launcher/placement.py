@@ -25,7 +25,7 @@ def placed(options: LaunchOptions) -> tuple[LaunchOptions, Slots | None]:
         check_host(options.master_addr, "--master-addr")
     slots = _slots(options)
     if slots is None:
-        return options if options.np is None else options.changed(nproc=str(options.np)), None
+        return options if options.processes is None else options.changed(nproc=str(options.processes)), None
     if is_elastic(options):
         raise ConfigError("--hostfile is a fixed list of hosts. Leave out --nnodes MIN:MAX and --rdzv-...")
     if list(slots) == ["localhost"]:
@@ -82,7 +82,7 @@ def fixed_hosts(options: LaunchOptions, names: tuple[str, ...]) -> Hosts | None:
         return None
     names = names or tuple(f"host {number}" for number in range(count))
     address, port = options.master_addr, options.master_port
-    return Hosts(names, node_rank(options), address, port, options.lost_after, options.wait)
+    return Hosts(names, node_rank(options), address, port, options.host_timeout, options.wait)
 
 
 def rendezvous(options: LaunchOptions) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def processes(nproc: str | None) -> int:
 
 def _slots(options: LaunchOptions) -> Slots | None:
     """Return the slots to use on each host, host -> indices of slots. None if the options name no hosts."""
-    hosts, nproc, total = options.hostfile, options.nproc, options.np
+    hosts, nproc, total = options.hostfile, options.nproc, options.processes
     if not hosts and not (options.include or options.exclude):
         return None
     if not hosts:

@@ -187,7 +187,7 @@ def start_coordinator(options: CoordinatorServer, secret: str, log: Path) -> sub
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "triax.cli.main", "coordinator", *words_of(options)],
+            [sys.executable, "-m", "triax.cli.main", "replicas", "coordinator", *words_of(options)],
             stdout=file,
             stderr=file,
             env={**os.environ, "TRIAX_SECRET": secret},

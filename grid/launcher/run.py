@@ -14,7 +14,8 @@ from typing import Any
 
 from ...base.errors import ConfigError
 from ...base.ports import LOOPBACK, listen
-from ...options.launch import CoordinatorServer, LaunchOptions, ReplicaOptions
+from ...options.base import declared
+from ...options.launch import CoordinatorOptions, CoordinatorServer, LaunchOptions, ReplicaOptions
 from ...options.words import words_of
 from ..environment import given_threads, run_secret
 from .hosts import Slots, listed, parse_ranks
@@ -86,7 +87,7 @@ def run_driven(options: LaunchOptions, program: LaunchedProgram, slots: Slots) -
         )
         words = [*_TRIAX_RUN, *words_of(there), "--driven", ",".join(slots), *program.words]
         commands[host] = host_command(template, host, words, exported_variables(os.environ), os.getcwd())
-    return run_on_hosts(commands, options.max_restarts, options.lost_after, options.grace)
+    return run_on_hosts(commands, options.max_restarts, options.host_timeout, options.grace)
 
 
 def run_as_replicas(options: LaunchOptions, replicas: ReplicaOptions, program: LaunchedProgram) -> int:
@@ -95,7 +96,7 @@ def run_as_replicas(options: LaunchOptions, replicas: ReplicaOptions, program: L
     Raises:
         ConfigError: an option is for another kind of run.
     """
-    if options.given & {"nnodes", "hostfile", "node_rank", "rdzv_endpoint", "np", "timeline"}:
+    if options.given & {"nnodes", "hostfile", "node_rank", "rdzv_endpoint", "processes", "timeline"}:
         raise ConfigError(
             "--replicas starts jobs only on this host: give --nproc, and start the other hosts' replicas there, "
             "with other names and --coordinator HOST:PORT"
@@ -108,8 +109,8 @@ def run_as_replicas(options: LaunchOptions, replicas: ReplicaOptions, program: L
         with listen(LOOPBACK) as probe:
             port = int(probe.getsockname()[1])
         coordinator = f"{LOOPBACK}:{port}"
-        least, silence, patience = replicas.least, replicas.silence, replicas.patience
-        server = CoordinatorServer(port=port, least=least, silence=silence, patience=patience)
+        limits = {each.name: getattr(replicas, each.name) for each in declared(CoordinatorOptions)}
+        server = CoordinatorServer(port=port, **limits)
         serve = partial(start_coordinator, server, secret, logs / "coordinator.log")
 
     def command(name: str) -> list[str]:

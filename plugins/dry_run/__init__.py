@@ -1,4 +1,4 @@
-"""Dry run: a program as ranks of a large cluster, on one machine without GPUs: ``triax run --dry 1024 script.py``.
+"""Dry run: a program as ranks of a large cluster, on one machine without GPUs: ``triax run --dry-run 1024 script.py``.
 
 dry_run.py      ``dry_run``: one rank of every class of ranks, in forked processes
 classes.py      classes of ranks that cannot differ, from shapes and from comparisons in the user's code

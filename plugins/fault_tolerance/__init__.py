@@ -4,7 +4,7 @@ membership.py: who contributed to which step, as a value: shares of samples, the
 meeting.py: what replicas report at the end of each attempt of a step, and the decision that follows
 identity.py: what must be equal on all replicas: options, model, functions, data, versions
 secret_channel.py: messages between two processes that know the same secret
-coordinator.py: the server that tells who is there, and notices a lost replica: no heartbeat for ``silence`` seconds
+coordinator.py: the server that tells who is there, and notices a lost replica, whose heartbeats have ended
 coordinator_client.py: its clients: meetings and heartbeats of a replica, the store of its ranks
 contributors.py: the replicas that take shares of a step's samples, and those in its sum
 replica_group.py: process group between replicas, made anew when they change, and its sum in a fixed order

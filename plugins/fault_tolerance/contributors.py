@@ -60,6 +60,6 @@ class Contributors:
             raise RuntimeError(
                 f"the replay of {self._options.replay} needs the replicas {', '.join(self._history.names)}, and "
                 f"{', '.join(missing)} is not there: start all, with a coordinator that waits for "
-                f"{len(self._history.names)} of them (--least)"
+                f"{len(self._history.names)} of them (--min-replicas)"
             )
         return self._history.counted(step)

@@ -3,8 +3,8 @@
 It hears the replicas' heartbeats, and answers a meeting when
 
 - all replicas of the last meeting have come, or
-- at least ``least`` have come, more than half of those that send heartbeats, and either all of these have come, or the
-  first has waited for ``patience`` seconds.
+- at least ``min_replicas`` have come, more than half of those that send heartbeats, and either all of these have come,
+  or the first has waited for ``straggler_timeout`` seconds.
 
 All replicas of a meeting get the same answer. A client proves that it knows the run's secret before it is told anything
 (secret_channel.py). Its messages:
@@ -41,9 +41,9 @@ class Coordinator:
 
     Args:
         port: TCP port; 0: any free one.
-        least: number of replicas without which no step is taken.
-        silence: seconds without a heartbeat after which a replica is lost.
-        patience: seconds that a meeting waits for a replica that sends heartbeats and does not come.
+        min_replicas: number of replicas without which no step is taken.
+        heartbeat_timeout: seconds without a heartbeat after which a replica is lost.
+        straggler_timeout: seconds that a meeting waits for a replica that sends heartbeats and does not come.
         secret: what the replicas of the run know.
         host: address to listen on.
 
@@ -55,9 +55,20 @@ class Coordinator:
     """
 
     def __init__(
-        self, port: int, least: int, silence: float, patience: float, secret: bytes, host: str = LOOPBACK
+        self,
+        port: int,
+        min_replicas: int,
+        heartbeat_timeout: float,
+        straggler_timeout: float,
+        secret: bytes,
+        host: str = LOOPBACK,
     ) -> None:
-        self._least, self._silence, self._patience, self._secret = least, silence, patience, secret
+        self._min_replicas, self._heartbeat_timeout, self._straggler_timeout, self._secret = (
+            min_replicas,
+            heartbeat_timeout,
+            straggler_timeout,
+            secret,
+        )
         self._changed = threading.Condition()
         self._beats: dict[tuple[str, str], tuple[float, float]] = {}  # (name, process) -> first and last heartbeat
         self._visits: dict[str, _Visit] = {}  # of the next meeting
@@ -174,7 +185,7 @@ class Coordinator:
     def _living(self) -> dict[tuple[str, str], tuple[float, float]]:
         """Return the heartbeats of the processes that send any; those of others are dropped."""
         now = time.monotonic()
-        self._beats = {key: times for key, times in self._beats.items() if now - times[1] < self._silence}
+        self._beats = {key: times for key, times in self._beats.items() if now - times[1] < self._heartbeat_timeout}
         return self._beats
 
     def _namesake(self, report: Report) -> float | None:
@@ -191,10 +202,10 @@ class Coordinator:
         reports = [visit.report for visit in here.values()]
         if here and self._last and all(each.name in here for each in self._last):
             return reports
-        if len(here) < self._least or 2 * len(here) <= len(living):
+        if len(here) < self._min_replicas or 2 * len(here) <= len(living):
             return None
         waited = now - min(visit.since for visit in here.values())
-        return reports if len(here) == len(living) or waited >= self._patience else None
+        return reports if len(here) == len(living) or waited >= self._straggler_timeout else None
 
     def _end_meeting(self, reports: list[Report]) -> None:
         plain = [each.plain() for each in reports]

@@ -26,16 +26,18 @@ class CoordinatorClient:
         address: the coordinator's address, ``host:port``.
         secret: the run's secret.
         name, process: the replica's name, and a random text that no other process has.
-        silence: seconds without a heartbeat after which the coordinator takes a replica for lost.
+        heartbeat_timeout: seconds without a heartbeat after which the coordinator takes a replica for lost.
         give_up: seconds without an answer after which the replica stops.
 
     Raises:
         RuntimeError: the coordinator has another secret, or there is none for ``give_up`` seconds.
     """
 
-    def __init__(self, address: str, secret: bytes, name: str, process: str, silence: float, give_up: float) -> None:
+    def __init__(
+        self, address: str, secret: bytes, name: str, process: str, heartbeat_timeout: float, give_up: float
+    ) -> None:
         self.address, self.name, self._process = address, name, process
-        self._secret, self._silence, self._give_up = secret, silence, give_up
+        self._secret, self._heartbeat_timeout, self._give_up = secret, heartbeat_timeout, give_up
         self._channel: SecretChannel | None = None
         deadline = time.monotonic() + give_up
         while self._channel is None:
@@ -51,7 +53,9 @@ class CoordinatorClient:
                     raise RuntimeError(self._no_answer(error)) from error
                 time.sleep(0.2)
         self._ended = threading.Event()
-        threading.Thread(target=self._beat, args=(silence / _BEATS,), daemon=True, name="triax heartbeat").start()
+        threading.Thread(
+            target=self._beat, args=(heartbeat_timeout / _BEATS,), daemon=True, name="triax heartbeat"
+        ).start()
 
     def meet(self, report: Report) -> list[Report]:
         """Meet the other replicas, and return the reports of all, sorted by name.
@@ -87,7 +91,7 @@ class CoordinatorClient:
                 self._channel = None
                 # A coordinator that has started again must hear of all replicas before it answers one, or some would go
                 # on without the others.
-                time.sleep(min(self._silence, max(0.0, deadline - time.monotonic())))
+                time.sleep(min(self._heartbeat_timeout, max(0.0, deadline - time.monotonic())))
             if time.monotonic() > deadline:
                 raise RuntimeError(self._no_answer(error)) from error
 

@@ -113,7 +113,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         with agreed(grid, RuntimeError):
             if grid.rank == 0:
                 self._client = CoordinatorClient(
-                    address, secret, self.name, own.process, options.silence, options.give_up
+                    address, secret, self.name, own.process, options.heartbeat_timeout, options.give_up
                 )
         engine.optimizer_step.across = self.sum
         self.sharded: ReplicaShards | None = None

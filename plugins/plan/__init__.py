@@ -11,7 +11,7 @@ cached.py            cache of a method's results in its object
 additive.py          records of numbers that are added field by field
 parallel_layout.py   ParallelLayout: degrees, microbatch, schedule, ZeRO stage, recomputation
 machine.py           Machine: speed of products, memory and links, with sources; MACHINES
-measured.py          MeasuredTimes: times of kernels, collectives and Python by size, of ``triax plan measure``
+measured.py          MeasuredTimes: times of kernels, collectives and Python by size, of ``triax machine measure``
 collectives.py       seconds of rings, trees, all-to-alls and messages on the levels of a network
 measure_machine.py   measure: these times, taken on this machine (this file alone needs torch)
 work.py              Work: model, machine, batch and sequence

@@ -135,7 +135,7 @@ class _FigureFit:
 
         if machine.measured is not None:
             raise ValueError(
-                f"the machine {machine.name} has the times of triax plan measure, which a fit would not change. "
+                f"the machine {machine.name} has the times of triax machine measure, which a fit would not change. "
                 "Give a machine without them, such as b200."
             )
         if not runs:

@@ -79,7 +79,7 @@ class Machine:
             pass (Transformer Engine); False: as triax computes them.
         fitted_models: parameters of the models to whose runs the figures are fitted.
         fitted_error: root mean square of the leave-one-out errors of these runs (logarithms); 0: not known.
-        measured: times by size that ``triax plan measure`` has found, which go before the efficiencies above.
+        measured: times by size that ``triax machine measure`` has found, which go before the efficiencies above.
         sources: field -> source of its figure; those of the two fitted ones begin with "fitted".
     """
 
@@ -273,7 +273,7 @@ _FITTED_IN = ("bf16", "fp16")  # of the runs
 _HARDWARE = ("peak", "bandwidth", "links", "units", "tile", "attention_efficiency", *FITTED)
 _NCCL = "busbw of long messages by nccl-tests: about 230 of 300 GB/s over NVLink, 20 of 25 GB/s over InfiniBand"
 _SIMUMAX = (
-    "fitted to SimuMax's 26 runs on 8 B200 (benchmarks/published/b200.csv) by triax plan fit, from the figures "
+    "fitted to SimuMax's 26 runs on 8 B200 (benchmarks/published/b200.csv) by triax machine fit, from the figures "
     "assumed for all machines"
 )
 _FITTED = "fitted to published runs: docs/plan.md"

@@ -1,4 +1,4 @@
-"""``triax plan measure FILE``: times of this machine's kernels, links and of Python, as a machine file, in a minute.
+"""``triax machine measure FILE``: times of this machine's kernels, links and of Python, as a machine file, in a minute.
 
 One process times products, attention, norms and other kernels by size, AdamW, and the engine's Python (tiny models, in
 which nothing else takes time). Then ranks, 2, 4 and 8 of them or one for each GPU, time collectives and messages, and
@@ -122,7 +122,7 @@ def _description(
     messages = measured.collectives.get("message", ((2.0, 0.0, 1e-5), (2.0, host, 1.0)))
     latency, each = messages[0][2], (messages[-1][2] - messages[0][2]) / (messages[-1][1] - messages[0][1])
     alone = "" if measured.collectives else "assumed, as there is one GPU: as fast as to the host; "
-    measurement = f"measured by triax plan measure: {processor}, torch {torch.__version__}"
+    measurement = f"measured by triax machine measure: {processor}, torch {torch.__version__}"
     shared = "the transport computes on the ranks' cores, and hides behind nothing" if cores else "NCCL's own streams"
     sources = {
         "peak": f"the fastest product, {measurement}",

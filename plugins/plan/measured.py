@@ -1,4 +1,4 @@
-"""Measured figures of a machine, as ``triax plan measure`` writes them to its file: times of kernels by their size.
+"""Measured figures of a machine, as ``triax machine measure`` writes them to its file: times of kernels by their size.
 
 A table's rows are sizes followed by figures. Between the measured sizes the logarithm of a figure is interpolated, by
 Shepard's method with the fourth power of the distance between the logarithms of the sizes (Shepard 1968).

@@ -6,12 +6,12 @@ alone, and from the data sheet, and sorts the errors by what was known of the ma
 - ``seen machine and size``: its figures are fitted to runs of a model with about as many parameters
 - ``seen machine, other size``: fitted to runs of other models
 - ``unseen machine``: nothing is fitted; the figures are a data sheet's, or another machine's
-- ``measured machine``: times of ``triax plan measure``
+- ``measured machine``: times of ``triax machine measure``
 
 The interval is time x exp(+-half). Of a seen or measured machine, ``half`` is the size of error that 90 % of the
 class's runs keep, with one more run counted as outside (split conformal prediction, Lei et al. 2018). Of an unseen one
 it is Student's t times the errors' root mean square, with as many degrees of freedom as there are machines, because all
-runs of a machine share the error of its figures. A machine file of ``triax plan fit`` adds the leave-one-out errors
+runs of a machine share the error of its figures. A machine file of ``triax machine fit`` adds the leave-one-out errors
 of its own runs to those of its class.
 """
 
@@ -90,11 +90,10 @@ def trust(machine: Machine, config: TransformerConfig, precision: str) -> Trust:
         square = own * (student(own) * machine.fitted_error) ** 2 + _OWN * half**2
         half = math.sqrt(square / (own + _OWN))
     if known == "measured machine":
-        reason = "timed by triax plan measure"
+        reason = "timed by triax machine measure"
     elif known == "unseen machine":
-        reason = (
-            f"{machine.unfitted(precision)}; time it with triax plan measure, or fit it to runs with triax plan fit"
-        )
+        unfitted = machine.unfitted(precision)
+        reason = f"{unfitted}; time it with triax machine measure, or fit it to runs with triax machine fit"
     else:
         sizes = ", ".join(f"{size / 1e9:.3g}" for size in machine.fitted_models)
         reason = f"fitted to runs of models of {sizes} billion parameters"

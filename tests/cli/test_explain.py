@@ -179,7 +179,7 @@ def test_explain_fills_in_replicas_and_writes_notes() -> None:
 
 def test_options_of_explain_are_refused_without_it() -> None:
     assert "--json does nothing without --explain: give it" in run_triax("train", LARGE, "--json")[1]
-    assert "--processes = 64: it belongs to --explain or --dry" in run_triax("train", LARGE, "--processes", 64)[1]
+    assert "--processes = 64: it belongs to --explain or --dry-run" in run_triax("train", LARGE, "--processes", 64)[1]
 
 
 def test_explain_breaks_no_number_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,10 @@ def test_each_output_path_is_checked_before_the_work(kind: Any, name: str, tmp_p
         assert "x.wrong must end in" in refusal(kind, name, tmp_path / "x.wrong")
 
 
-@pytest.mark.parametrize("words", [["plan", "measure"], ["schedule", "1f1b", "--plot"], ["checkpoint", "export", "x"]])
+@pytest.mark.parametrize(
+    "words", [["machine", "measure"], ["schedule", "1f1b", "--plot"], ["checkpoint", "export", "x"]]
+)
 def test_a_command_names_the_folder_that_is_missing(words: list[str], tmp_path: Path) -> None:
-    ending = {"plan": "json", "schedule": "png", "checkpoint": "safetensors"}[words[0]]
+    ending = {"machine": "json", "schedule": "png", "checkpoint": "safetensors"}[words[0]]
     done = CliRunner().invoke(app, [*words, str(tmp_path / "none" / f"x.{ending}")])
     assert done.exit_code and f"mkdir -p {tmp_path / 'none'}" in done.output + str(done.exception)

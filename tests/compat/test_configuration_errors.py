@@ -320,7 +320,7 @@ def test_triax_config_refuses_corrupt_files_by_their_key(tmp_path: Path) -> None
         config, names = corruption(seed)
         path = tmp_path / "config.json"
         path.write_text(json.dumps(config))
-        result = CliRunner().invoke(app, ["config", str(path)])
+        result = CliRunner().invoke(app, ["compat", "config", str(path)])
         assert isinstance(result.exception, ConfigError) and result.stdout == ""
         assert any(name in str(result.exception) for name in names)
 
@@ -328,7 +328,7 @@ def test_triax_config_refuses_corrupt_files_by_their_key(tmp_path: Path) -> None
 def test_triax_config_prints_the_resolved_configuration(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(TUTORIAL.replace('"cpu_offload": true', '"cpu_offload": true, "legacy_stage1": false'))
-    result = CliRunner().invoke(app, ["config", str(path), "--data", "4"])
+    result = CliRunner().invoke(app, ["compat", "config", str(path), "--data", "4"])
     assert result.exit_code == 0
     made = json.loads(result.stdout)
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -341,11 +341,11 @@ def test_triax_config_prints_the_resolved_configuration(tmp_path: Path) -> None:
     again = read_config(made)
     assert json.loads(json.dumps(resolve_config(again, batch_sizes(again, 4)))) == made
     assert json.loads(json.dumps(resolve_config(read_config(VALID), batch_sizes(read_config(VALID), 6))))
-    assert isinstance(CliRunner().invoke(app, ["config"]).exception, ConfigError)
+    assert isinstance(CliRunner().invoke(app, ["compat", "config"]).exception, ConfigError)
 
 
 def test_the_schema_knows_every_key() -> None:
-    result = CliRunner().invoke(app, ["config", "--schema"])
+    result = CliRunner().invoke(app, ["compat", "config", "--schema"])
     schema = json.loads(result.stdout)
     assert schema == json.loads(json.dumps(json_schema())) and not result.stdout.count("x-")
     assert set(schema["properties"]) == {*table().names, *table().other_names, "$schema"}
@@ -402,9 +402,9 @@ def same(a: Any, b: Any) -> bool:
             "the configuration: there is no 'min_compression' here, but in gradient_compression: write it there",
         ),
         ({"bf16": {"loss_scale": 0}}, "bf16: there is no 'loss_scale' here, but in fp16 and amp: write it there"),
-        ({"zero_optimization": {"qwerty": 1}}, "no key like it: `triax config --table` lists all keys"),
+        ({"zero_optimization": {"qwerty": 1}}, "no key like it: `triax compat config --table` lists all keys"),
         ({"optimizer": {"type": "z" * 5000}}, "there is no such optimizer; known are"),
-        ({"z" * 5000: 1}, "no key like it: `triax config --table` lists all keys"),
+        ({"z" * 5000: 1}, "no key like it: `triax compat config --table` lists all keys"),
     ],
 )
 def test_an_error_for_a_misplaced_key_names_its_section(config: dict[str, Any], words: str) -> None:

@@ -135,7 +135,7 @@ def test_triax_config_explains_values_that_a_trainer_fills_in(tmp_path: Path) ->
 
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(CONFIG))
-    done = CliRunner().invoke(app, ["config", str(path), "--data", "2"])
+    done = CliRunner().invoke(app, ["compat", "config", str(path), "--data", "2"])
     assert done.exit_code == 0, done.exception
     lines = dict(re.findall(r"^triax:   (\S+) = (.*)$", done.stderr, re.MULTILINE))
     added = {"seed", "fp16.enabled", "bf16.enabled"}  # not in the file: the arguments have them
@@ -146,7 +146,7 @@ def test_triax_config_explains_values_that_a_trainer_fills_in(tmp_path: Path) ->
     assert named and all(hasattr(TrainingArguments, word) for word in named)
     # Errors are errors still, with their own keys.
     path.write_text(json.dumps({**CONFIG, "optimzer": {}}))
-    refused = CliRunner().invoke(app, ["config", str(path)]).exception
+    refused = CliRunner().invoke(app, ["compat", "config", str(path)]).exception
     assert isinstance(refused, ConfigError) and "optimizer" in str(refused)
 
 

@@ -65,7 +65,7 @@ def test_a_folder_of_text_files_is_read_file_by_file(tmp_path: Path) -> None:
     for name, content in {"b.py": b"one\ntwo\n", "a.md": "é".encode(), "x.png": b"\0\1", "e.txt": b""}.items():
         (tmp_path / "in" / name).write_bytes(content)
     (tmp_path / "in" / "deep" / "c.txt").write_bytes(b"\n\n  first\n more\n \n\nsecond\r\n")
-    printed = command("data", "tokenize", tmp_path / "in", "--tokenizer", "bytes", "--out", tmp_path / "files")
+    printed = command("data", "tokenize", tmp_path / "in", "--tokenizer", "bytes", "--output", tmp_path / "files")
     assert "1 binary" in printed and "1 empty" in printed and "tokens in 3 documents" in printed
     contents = [b"\xc3\xa9\0", b"one\ntwo\n\0", b"\n\n  first\n more\n \n\nsecond\r\n\0"]
     assert tokens_of(tmp_path / "files") == contents
@@ -232,7 +232,7 @@ def test_damaged_and_wrong_inputs_are_named(tmp_path: Path) -> None:
         "nothing": "nothing does not exist",
     }.items():
         out = tmp_path / f"out-{name}"
-        assert message in command("data", "tokenize", tmp_path / name, "--tokenizer", "bytes", "--out", out)
+        assert message in command("data", "tokenize", tmp_path / name, "--tokenizer", "bytes", "--output", out)
     for words, message in {
         ("--tokenizer", "none.json"): "There is no tokenizer none.json",
         ("--tokenizer", tmp_path / "tokenizer.json"): "is not a tokenizer of the package tokenizers",
@@ -240,10 +240,10 @@ def test_damaged_and_wrong_inputs_are_named(tmp_path: Path) -> None:
         ("--tokenizer", "bytes", "--chat"): "bytes has no chat template",
         ("--tokenizer", "bytes", "--split", "lines"): "did you mean 'line'",
         ("--tokenizer", "bytes", "--format", "json"): "did you mean 'jsonl'",
-        ("--tokenizer", "bytes", "--out", tmp_path): "has other files, such as",
-        ("--tokenizer", "bytes", "--out", tmp_path / "latin.txt"): "cannot be made, because",
+        ("--tokenizer", "bytes", "--output", tmp_path): "has other files, such as",
+        ("--tokenizer", "bytes", "--output", tmp_path / "latin.txt"): "cannot be made, because",
     }.items():
-        where = [] if "--out" in words else ["--out", tmp_path / "out"]
+        where = [] if "--output" in words else ["--output", tmp_path / "out"]
         assert message in command("data", "tokenize", good, *words, *where)
 
 
@@ -252,7 +252,7 @@ def test_training_a_tokenizer_names_bytes_that_are_no_text(tmp_path: Path) -> No
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "a.txt").write_bytes(b"fine\n\xff\n")
     (tmp_path / "mixed" / "b.txt").write_text("the cat sat on the mat " * 20)
-    train = ("data", "train-tokenizer", tmp_path / "mixed", "--vocab-size", 260, "--out", tmp_path / "skipped")
+    train = ("data", "train-tokenizer", tmp_path / "mixed", "--vocab-size", 260, "--output", tmp_path / "skipped")
     assert "a.txt, line 2: byte 0xff is not UTF-8 text. Mend it, or add --skip-bad" in command(*train)
     assert "260 tokens" in command(*train, "--skip-bad")
 
@@ -261,9 +261,9 @@ def test_a_trained_tokenizer_is_recognised_in_its_folder(tmp_path: Path) -> None
     pytest.importorskip("tokenizers")
     source = write_json_lines(tmp_path / "a.jsonl", ["the cat sat on the mat", "the dog sat on the log"] * 20)
     trained, out = tmp_path / "tokenizer", tmp_path / "out"
-    assert "257" in command("data", "train-tokenizer", source, "--vocab-size", 9, "--out", tmp_path / "small")
-    assert "270 tokens" in command("data", "train-tokenizer", source, "--vocab-size", 270, "--out", trained)
-    command("data", "tokenize", source, "--tokenizer", trained, "--out", out)
+    assert "257" in command("data", "train-tokenizer", source, "--vocab-size", 9, "--output", tmp_path / "small")
+    assert "270 tokens" in command("data", "train-tokenizer", source, "--vocab-size", 270, "--output", trained)
+    command("data", "tokenize", source, "--tokenizer", trained, "--output", out)
     opened, tokenizer = TokenFolder(out), open_tokenizer(trained)
     assert opened.index.tokenizer == tokenizer.facts and opened.index.dtype == "U16"
     first = opened.document(0).tolist()

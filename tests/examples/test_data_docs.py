@@ -46,7 +46,7 @@ def test_the_commands_of_the_data_page_work(tmp_path: Path, monkeypatch: Any) ->
 def test_the_commands_for_conversations_work(tmp_path: Path, monkeypatch: Any) -> None:
     make_sources(tmp_path)
     monkeypatch.chdir(tmp_path)
-    run("triax data train-tokenizer text --vocab-size 300 --out tokenizer")
+    run("triax data train-tokenizer text --vocab-size 300 --output tokenizer")
     exec(programs(TEXT)["make_chat.py"])
     written, shown = (run(each) for each in typed("triax") if "chat-tokens" in each)
     assert "in 20 documents" in written

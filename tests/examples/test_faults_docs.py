@@ -79,7 +79,7 @@ def test_replicas_of_several_launchers_join_one_run(tmp_path: Path) -> None:
     variables, command = TORCHRUN[:2], typed(TORCHRUN[2:])
     own = dict(each.replace("host:29510", f"127.0.0.1:{port}").split("=") for each in variables)
     server = [str(port) if word == "29510" else word for word in typed(COORDINATOR)]
-    server = ["3" if before == "--least" else word for before, word in zip(["", *server], server, strict=False)]
+    server = ["3" if before == "--min-replicas" else word for before, word in zip(["", *server], server, strict=False)]
     with place(tmp_path) as plain, contextlib.ExitStack() as open_:
         common = plain | dict(word.split("=") for word in SECRET[1:])
         options: dict[str, Any] = {"cwd": tmp_path, "env": common}

@@ -68,7 +68,7 @@ def make_pages() -> None:
         LOOK.mkdir(parents=True)
         (LOOK / "run.json").write_text(json.dumps(run))
         texts = sorted(str(path) for path in (HERE.parents[1] / "docs").glob("*.md"))
-        triax("data", "tokenize", *texts, "--tokenizer", "bytes", "--split", "paragraph", "--out", LOOK / "tokens")
+        triax("data", "tokenize", *texts, "--tokenizer", "bytes", "--split", "paragraph", "--output", LOOK / "tokens")
         triax("train", LOOK / "run.json", "name=pipeline")
         triax("train", LOOK / "run.json", "name=other", "schedule=gpipe")
     triax("report", LOOK / "runs/pipeline", "--output", LOOK / "report.html")

@@ -183,7 +183,7 @@ with it.
 
 Other tests compare one process with transformers, torch and TRL ([Models](models.md),
 [Preferences](guides/preferences.md)), and run grids of several axes. To check your own model, run `triax check`
-([Test your model on grids](guides/testing.md)); for a grid of any size, `triax check --dry`.
+([Test your model on grids](guides/testing.md)); for a grid of any size, `triax check --dry-run`.
 
 torch {torch.__version__.partition("+")[0]}, CPU, gloo."""
 

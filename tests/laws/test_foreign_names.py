@@ -26,7 +26,7 @@ ALLOWED = {
     "train/engine_options.py": "the section deepspeed: of the training file",
     "train/sections.py": "the section deepspeed: of the training file",
     "cli/checkpoint.py": COMMANDS,
-    "cli/config.py": COMMANDS,
+    "cli/compat.py": COMMANDS,
     "grid/launcher/launch.py": "the advice when a script imports deepspeed, which is not installed",
     "plugins/plan/machine.py": MEASURED,
     "engine/monitor/trace/merge_timelines.py": SOURCES,

@@ -163,7 +163,7 @@ def test_the_critical_option_adds_the_path_to_json_and_plot(tmp_path: Path) -> N
 
 def test_triax_schedule_prints_a_written_schedule_as_the_original(tmp_path: Path) -> None:
     csv = tmp_path / "s.csv"
-    _, made = run_triax("schedule", "1f1b", "--pipe", "2", "--write", str(csv))
+    _, made = run_triax("schedule", "1f1b", "--pipe", "2", "--output", str(csv))
     assert "bubble / ideal time 25.00% (Narayanan 2021)" in made
     assert csv.read_text() == make_schedule("1f1b", pipe=2, microbatches=4).to_csv()
     _, read = run_triax("schedule", str(csv))

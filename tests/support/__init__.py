@@ -38,7 +38,7 @@ Machines and faults
     failing_disk.py, network_namespaces.py, planted_faults.py: a full disk, two hosts, faults in the library's text
     sharding_faults.py: thirty layers of users with a mistake of sharding each, and the right twin of each
     resident.py, peak_memory_program.py: memory of processes
-    measured_machine.py: a machine as ``triax plan measure`` describes it
+    measured_machine.py: a machine as ``triax machine measure`` describes it
     shrink.py: the smallest case that still fails
 
 Programs and documents

@@ -1,4 +1,4 @@
-"""A machine as ``triax plan measure`` describes it, with round figures: 2 cores that all ranks share."""
+"""A machine as ``triax machine measure`` describes it, with round figures: 2 cores that all ranks share."""
 
 from __future__ import annotations
 

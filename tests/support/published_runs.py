@@ -183,7 +183,7 @@ TABLES = (NARAYANAN, STRONG_SCALING, KORTHIKANTI, KORTHIKANTI_SELECTIVE, MEGATRO
 
 
 def measured_runs(table: PublishedTable) -> list[MeasuredRun]:
-    """Return the rows of a table as ``triax plan fit`` has them."""
+    """Return the rows of a table as ``triax machine fit`` has them."""
     on = machine(table.machine)
     return [
         MeasuredRun(

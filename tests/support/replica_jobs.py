@@ -276,7 +276,7 @@ def stop_for_a_while(engine: Any) -> None:
 
 
 def ask_to_leave(engine: Any) -> None:
-    """Send SIGTERM to this process, as triax drain does."""
+    """Send SIGTERM to this process, as triax replicas drain does."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -336,10 +336,12 @@ def has_stepped(folder: Path, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def coordinator(least: int, silence: float = 0.6, patience: float = 20.0, host: str | None = None) -> Iterator[str]:
+def coordinator(
+    min_replicas: int, heartbeat_timeout: float = 0.6, straggler_timeout: float = 20.0, host: str | None = None
+) -> Iterator[str]:
     """Run a coordinator, in the network namespace ``host`` if that is given; yields its address."""
     port = free_port()
-    process = CONTEXT.Process(target=_serve, args=(port, least, silence, patience, host))
+    process = CONTEXT.Process(target=_serve, args=(port, min_replicas, heartbeat_timeout, straggler_timeout, host))
     process.start()
     try:
         yield f"{host or '127.0.0.1'}:{port}"
@@ -348,10 +350,10 @@ def coordinator(least: int, silence: float = 0.6, patience: float = 20.0, host: 
         process.join()
 
 
-def _serve(port: int, least: int, silence: float, patience: float, host: str | None) -> None:
+def _serve(port: int, min_replicas: int, heartbeat_timeout: float, straggler_timeout: float, host: str | None) -> None:
     if host is not None:
         enter(host)
-    Coordinator(port, least, silence, patience, SECRET.encode(), host or "127.0.0.1")
+    Coordinator(port, min_replicas, heartbeat_timeout, straggler_timeout, SECRET.encode(), host or "127.0.0.1")
     signal.pause()
 
 
@@ -387,7 +389,7 @@ def replayed(folder: Path, history: Path, names: str, steps: int, **job: Any) ->
     """Replay a history without faults; return the losses."""
     folder.mkdir()
     options = {**job.pop("options", {}), "replay": str(history)}
-    with coordinator(least=len(names)) as address:
+    with coordinator(min_replicas=len(names)) as address:
         run = [p for name in names for p in start(folder, name, address, steps=steps, options=options, **job)]
         assert set(finish(run)) == {0}
     found = [losses(folder, name) for name in names]

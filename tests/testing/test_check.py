@@ -279,7 +279,7 @@ def test_triax_check_prints_a_table_and_json(tmp_path: Path) -> None:
     assert (
         code == 1 and run["difference"] == "RuntimeError: no weights here" and re.search(r"model_\d\.py", run["where"])
     )
-    code, text = typed(tmp_path, "--axes", "pipe", "--ranks", "1", "--json")
+    code, text = typed(tmp_path, "--axes", "pipe", "--processes", "1", "--json")
     last = json.loads(text)["runs"][-1]
     assert code == 1 and last["what"] == "axis pipe" and "an axis needs 2 ranks, and ranks=1" in last["difference"]
     code, text = typed(tmp_path, "--json", dtype="float32")
@@ -341,24 +341,24 @@ def test_triax_check_makes_a_random_batch_if_none_is_given(tmp_path: Path) -> No
     ):
         file = tmp_path / f"alone_{loss}.py"
         file.write_text(script.replace("mse_loss", loss))
-        found, text = run_triax("check", f"{file}:build", "--axes", "data", "--ranks", "2")
+        found, text = run_triax("check", f"{file}:build", "--axes", "data", "--processes", "2")
         assert found == code and says in text, text
     file = tmp_path / "without_grid.py"
     file.write_text("def layers():\n    return []\n")
     code, text = run_triax("check", f"{file}:layers")
     assert code == 2 and "layers(grid) raised TypeError" in text, text
-    code, text = run_triax("check", f"{file}:layers", "--dry", "data=2")
-    assert code == 2 and "has no function 'batches', which --dry and --types need" in text
+    code, text = run_triax("check", f"{file}:layers", "--dry-run", "data=2")
+    assert code == 2 and "has no function 'batches', which --dry-run and --types need" in text
 
 
 def test_triax_check_dry_says_if_a_grid_is_possible(tmp_path: Path) -> None:
-    code, text = typed(tmp_path, "--dry", "pipe=2,data=32")
+    code, text = typed(tmp_path, "--dry-run", "pipe=2,data=32")
     assert code == 0 and "dry run of 64 ranks: pipe 2 x data 32" in text and "nothing would have failed" in text
-    code, text = typed(tmp_path, "--dry", "pipe=4", "--json")
+    code, text = typed(tmp_path, "--dry-run", "pipe=4", "--json")
     found = json.loads(text)
     assert code == 1 and not found["holds"] and "2 layers cannot fill 4 stages" in found["problems"][0]
-    code, text = typed(tmp_path, "--dry", "pip=4")
-    assert code == 2 and "--dry has 'pip=4': give axes and sizes" in text
+    code, text = typed(tmp_path, "--dry-run", "pip=4")
+    assert code == 2 and "--dry-run has 'pip=4': give axes and sizes" in text
 
 
 def test_triax_check_takes_training_files_and_model_folders(tmp_path: Path) -> None:

@@ -54,13 +54,13 @@ def test_a_file_of_older_names_is_rewritten(tmp_path: Path, caplog: pytest.LogCa
     assert before.precision.weights == "fp64" and not before.checkpoint.background
     assert (before.monitor.print_every, before.monitor.trace.step) == (5, None)
 
-    assert "training.batch is an older name of batch.size" in output_of("config", file, "--upgrade")
+    assert "training.batch is an older name of batch.size" in output_of("train", file, "--upgrade")
     caplog.clear()
     after, _ = read_training_file(file, ["batch.microbatch=4"])
     assert after == before and not caplog.text
     kept = [comment.partition("#")[2] for comment in OLDER.splitlines() if "#" in comment]
     assert all(comment in file.read_text() for comment in kept)
-    assert "no older name" in output_of("config", file, "--upgrade")
+    assert "no older name" in output_of("train", file, "--upgrade")
 
 
 @pytest.mark.parametrize("older", MOVED)

@@ -308,7 +308,9 @@ def _no_such_key(rows: Table, name: str) -> str:
     if not near and 0 < len(sections) <= 3:
         return f"{where}: there is no {name!r} here, but in {' and '.join(sections)}: write it there"
     if not near and len(rows.names) > 20:
-        return f"{where}: there is no {describe(name)}, and no key like it: `triax config --table` lists all keys"
+        return (
+            f"{where}: there is no {describe(name)}, and no key like it: `triax compat config --table` lists all keys"
+        )
     return no_such(where, name, rows.names)
 
 

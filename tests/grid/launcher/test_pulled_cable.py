@@ -69,7 +69,7 @@ def two_hosts(request: pytest.FixtureRequest) -> Iterator[Namespaces | Loopback]
 def job_on(hosts: Namespaces | Loopback, folder: Path, *options: object, steps: int) -> list[object]:
     (folder / "hosts").write_text("".join(f"{host} slots=2\n" for host in hosts.hosts))
     written(folder, GOES_ON)
-    words: list[object] = [*TRIAX, "run", "--hostfile", "hosts", "--launcher", hosts.template, "--lost-after", 5]
+    words: list[object] = [*TRIAX, "run", "--hostfile", "hosts", "--launcher", hosts.template, "--host-timeout", 5]
     return [*words, "--master-port", free_port(), "--log-dir", "logs", *options, "script.py", steps]
 
 

@@ -52,7 +52,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def test_a_killed_launcher_leaves_no_processes(tmp_path: Path) -> None:
-    """Its replicas and coordinator end, and ``triax drain`` signals no other process with one of their numbers."""
+    """Its replicas and coordinator end; ``triax replicas drain`` signals no other process with one of their numbers."""
     (tmp_path / "script.py").write_text("import os, time\nopen(f'{os.getpid()}.rank', 'w')\ntime.sleep(600)\n")
     logs = tmp_path / "runs" / "logs"
     with started(*TRIAX, "run", "--replicas", 2, "--nproc", 1, "script.py", cwd=tmp_path) as run:

@@ -315,7 +315,7 @@ def test_the_commands_of_the_launch_page_run(block: str, tmp_path: Path) -> None
         with started("sh", "-ec", f"{command.strip()}\nwait", **options) as process:
             out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
-        says = "nothing would have failed" if "--dry" in command else r"step 2: \d+\.\d{4}"
+        says = "nothing would have failed" if "--dry-run" in command else r"step 2: \d+\.\d{4}"
         assert re.search(says, out), (command, out, err)
 
 

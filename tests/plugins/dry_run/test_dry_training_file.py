@@ -1,4 +1,4 @@
-"""`triax train FILE --dry`: a training file without its data, on a cluster that is not here."""
+"""`triax train FILE --dry-run`: a training file without its data, on a cluster that is not here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ precision: bf16
 def test_a_training_file_dry_runs_without_its_data(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(FILE)
-    words = [sys.executable, "-m", "triax.cli.main", "train", str(file), "--dry"]
+    words = [sys.executable, "-m", "triax.cli.main", "train", str(file), "--dry-run"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "dry run of 16 ranks: pipe 2 x data 4 x tensor 2" in done.stdout
@@ -53,7 +53,7 @@ def test_a_training_file_dry_runs_without_its_data(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("command", "ranks"),
-    re.findall(r"^\| `(triax .*?--dry.*?)` \| (\d+) \|", (DOCS / "launch.md").read_text(), re.MULTILINE),
+    re.findall(r"^\| `(triax .*?--dry-run.*?)` \| (\d+) \|", (DOCS / "launch.md").read_text(), re.MULTILINE),
 )
 def test_a_dry_run_of_1024_ranks_takes_under_a_minute_and_4_gib(command: str, ranks: str, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "triax.cli.main", *shlex.split(command)[1:]]
@@ -71,7 +71,7 @@ def test_a_dry_run_of_1024_ranks_takes_under_a_minute_and_4_gib(command: str, ra
 def test_a_planned_training_file_dry_runs_in_stage_3(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     asked = ["--model", "llama-tiny", "--gpus", "8", "--batch", "16", "--sequence", "32", "--layout"]
-    planned = CliRunner().invoke(app, ["plan", *asked, "pipe=2,tensor=2,zero=3", "--write", str(file)])
+    planned = CliRunner().invoke(app, ["plan", *asked, "pipe=2,tensor=2,zero=3", "--output", str(file)])
     assert planned.exit_code == 0, planned.output
     assert yaml.safe_load(file.read_text())["zero"] == 3
     run = dry_run(JobSteps(resolve(read_training_file(file)[0])), Settings(8))
@@ -139,7 +139,7 @@ def test_a_dry_run_allocates_no_memory_for_offloaded_state(offload: str, tmp_pat
 def test_ranks_of_a_dry_run_end_with_the_process_that_started_it(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(FILE)
-    words = [sys.executable, "-m", "triax.cli.main", "train", str(file), "--dry"]
+    words = [sys.executable, "-m", "triax.cli.main", "train", str(file), "--dry-run"]
     with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stderr is not None
         assert "rank 0 of 16 and its pipeline run a step" in process.stderr.readline()

@@ -30,7 +30,7 @@ class Replica:
     def __init__(self, server: Coordinator, name: str, round_: int = -1, process: str = "", **settings: str) -> None:
         process = process or f"process of {name}"
         self.report = Report(name, max(round_, 0), round_, settings={**SETTINGS, **settings}, process=process)
-        self.client = CoordinatorClient(server.address, SECRET, name, process, silence=0.5, give_up=3.0)
+        self.client = CoordinatorClient(server.address, SECRET, name, process, heartbeat_timeout=0.5, give_up=3.0)
 
     def meet(self) -> BackgroundCall[list[str]]:
         """Begin to meet the others; the result has their names."""
@@ -39,7 +39,7 @@ class Replica:
 
 @pytest.fixture
 def server() -> Iterator[Coordinator]:
-    server = Coordinator(0, least=2, silence=0.5, patience=1.0, secret=SECRET)
+    server = Coordinator(0, min_replicas=2, heartbeat_timeout=0.5, straggler_timeout=1.0, secret=SECRET)
     yield server
     server.close()
 
@@ -85,7 +85,7 @@ def test_clients_without_the_secret_get_no_data_and_stop_no_run(server: Coordina
         with pytest.raises(WrongSecretError):
             connect(server.address, b"a guess", 5.0)
         with pytest.raises(RuntimeError, match="does not know the secret of replica z: set TRIAX_SECRET"):
-            CoordinatorClient(server.address, b"a guess", "z", "1", silence=0.5, give_up=3.0)
+            CoordinatorClient(server.address, b"a guess", "z", "1", heartbeat_timeout=0.5, give_up=3.0)
         with pytest.raises(WrongSecretError):
             CoordinatorStore(server.address, b"a guess", 5.0)
         port = int(server.address.rpartition(":")[2])
@@ -173,7 +173,7 @@ def test_a_meeting_waits_for_replicas_that_send_heartbeats(server: Coordinator) 
     time.sleep(0.2)  # the first heartbeats
     begun = time.monotonic()
     meetings = [a.meet(), b.meet()]
-    assert [each.result() for each in meetings] == [["a", "b"]] * 2  # patience is over
+    assert [each.result() for each in meetings] == [["a", "b"]] * 2  # the straggler timeout is over
     assert time.monotonic() - begun >= 1.0
     late = c.meet()
     with pytest.raises(RuntimeError, match=r"replica c stops, .* for 3 s: .* too few replicas are there"):
@@ -184,7 +184,7 @@ def test_a_meeting_waits_for_replicas_that_send_heartbeats(server: Coordinator) 
 
 def test_a_replica_whose_process_ends_is_lost_at_once(server: Coordinator) -> None:
     """Its heartbeats end with their connection: the others do not wait for the time without a heartbeat."""
-    server._silence = 60.0
+    server._heartbeat_timeout = 60.0
     members = [Replica(server, name, 4) for name in "abc"]
     time.sleep(0.2)
     assert [each.result() for each in [each.meet() for each in members]] == [["a", "b", "c"]] * 3

@@ -154,7 +154,7 @@ def test_a_run_refuses_replicas_with_other_data_or_another_secret(tmp_path: Path
     """Otherwise replicas with other data would train together, and samples would be missed or read twice."""
     hold = tmp_path / "hold"
     hold.touch()
-    with coordinator(least=2) as address:
+    with coordinator(min_replicas=2) as address:
         run = [each for name in "ab" for each in start(tmp_path, name, address, steps=4, hold=str(hold))]
         until(lambda: has_stepped(tmp_path, "a") and has_stepped(tmp_path, "b"))  # the first says what the run is
         (other,) = start(tmp_path, "c", address, kind="narrow", log=str(tmp_path / "log"), steps=4)

@@ -87,7 +87,7 @@ def of_member(folder: Path, name: str) -> dict[int, str]:
 
 def train_with_faults(folder: Path, faults: dict[str, Callable[[Any], None]], **job: Any) -> None:
     """Train replicas a to c, of which some are killed once in a round, and started again."""
-    with coordinator(least=2) as address:
+    with coordinator(min_replicas=2) as address:
         common = {"gather": "abc", "final": "abc", "faults": [*faults], "pause": 0.02, "local": LOCAL, **job}
         started = {n: start(folder, n, address, after=2, fault=faults.get(n), **common) for n in "abc"}
         for name in faults:
@@ -105,7 +105,7 @@ def require_equal_to_replay_and_torch(folder: Path, **job: Any) -> None:
     taken = {(n, s): loss for n in "abc" for s, loss in of_member(folder, n).items() if n in past.counted(s // EVERY)}
     again = folder / "again"
     again.mkdir()
-    with coordinator(least=3) as address:
+    with coordinator(min_replicas=3) as address:
         options = {"replay": str(history)}
         replay = [p for n in "abc" for p in start(again, n, address, steps=steps, options=options, local=LOCAL, **job)]
         assert set(finish(replay)) == {0}
@@ -142,7 +142,7 @@ def test_a_diloco_run_resumes_from_checkpoint_files(tmp_path: Path) -> None:
         where = tmp_path / folder
         where.mkdir(exist_ok=True)
         saved = triax.Checkpoints(folder=str(where), every=EVERY, resume=True)
-        with coordinator(least=1) as address:
+        with coordinator(min_replicas=1) as address:
             assert finish(start(where, "a", address, steps=steps, local=LOCAL, checkpoint=saved)) == [0]
         return losses(where, "a")
 
@@ -154,7 +154,7 @@ def test_a_diloco_run_resumes_from_checkpoint_files(tmp_path: Path) -> None:
     assert found == pytest.approx(expected, rel=1e-10) and len(found) == 4 * EVERY
     assert not History.from_file(tmp_path / "whole" / "a.jsonl").restarted
     job = {"local": LOCAL, "steps": EVERY, "log": str(tmp_path / "log")}
-    with coordinator(least=1) as address:
+    with coordinator(min_replicas=1) as address:
         options = {"replay": str(tmp_path / "cut" / "a.jsonl")}
         assert finish(start(tmp_path, "a", address, options=options, **job)) == [1]
     assert "has started again from files" in (tmp_path / "log").read_text()

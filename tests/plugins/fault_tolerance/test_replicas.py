@@ -69,7 +69,7 @@ def in_one_engine(history: Path, steps: int) -> tuple[list[float], dict[str, Ten
 def test_runs_with_each_kind_of_loss_survive_a_killed_replica(
     kind: str, grid: dict[str, int], zero: int, fault: Callable[[Any], None], tmp_path: Path
 ) -> None:
-    with coordinator(least=2) as address:
+    with coordinator(min_replicas=2) as address:
         common = {"gather": "abc", "final": "ab", "faults": "bc", "pause": 0.05, "grid": grid, "zero": zero}
         a = start(tmp_path, "a", address, kind=kind, **common)
         b = start(tmp_path, "b", address, kind=kind, after=2, fault=fault, **common)
@@ -105,7 +105,7 @@ def test_remaining_replicas_take_the_steps_of_killed_ones(tmp_path: Path) -> Non
         "d": (4, kill_in_sum),
         "e": (7, kill_after_sum),
     }
-    with coordinator(least=2) as address:
+    with coordinator(min_replicas=2) as address:
         common = {"gather": "abcde", "final": "abc", "faults": "cde", "pause": 0.05}
         run = {
             name: start(tmp_path, name, address, after=after, fault=fault, **common)
@@ -133,7 +133,7 @@ def test_remaining_replicas_take_the_steps_of_killed_ones(tmp_path: Path) -> Non
     ("grid", "zero"), [({"pipe": 2}, 0), ({"data": 2}, 3), ({"data": 4}, {"stage": 2, "shard_size": 2})]
 )
 def test_replicas_of_several_ranks_survive_a_kill(grid: dict[str, int], zero: int, tmp_path: Path) -> None:
-    with coordinator(least=1) as address:
+    with coordinator(min_replicas=1) as address:
         common = {"gather": "ab", "final": "ab", "faults": "b", "pause": 0.05, "grid": grid, "zero": zero}
         a = start(tmp_path, "a", address, **common)
         b = start(tmp_path, "b", address, after=2, fault=kill, **common)
@@ -149,7 +149,7 @@ def test_replicas_of_several_ranks_survive_a_kill(grid: dict[str, int], zero: in
 
 
 def test_two_processes_with_one_replica_name_are_refused(tmp_path: Path) -> None:
-    with coordinator(least=2) as address:
+    with coordinator(min_replicas=2) as address:
         common = {"steps": 8, "pause": 0.2, "log": str(tmp_path / "log")}
         first, second, other = (start(tmp_path, name, address, **common)[0] for name in "aab")
         assert set(finish([first, second])) == {0, 1} and finish([other]) == [0]
@@ -161,7 +161,7 @@ def test_replicas_resume_from_checkpoint_files_at_the_next_sample(tmp_path: Path
         where = tmp_path / folder
         where.mkdir(exist_ok=True)
         saved = triax.Checkpoints(folder=str(where), every=3, resume=True)
-        with coordinator(least=2) as address:
+        with coordinator(min_replicas=2) as address:
             started = [p for name in "ab" for p in start(where, name, address, steps=steps, checkpoint=saved)]
             assert finish(started) == [0, 0]
         assert losses(where, "a") == losses(where, "b")
@@ -183,7 +183,7 @@ def test_a_run_continues_if_its_history_cannot_be_written(tmp_path: Path) -> Non
     """The history is written as soon as that is possible."""
     (tmp_path / "disk").touch()  # a file in the place of a folder
     options, log = {"folder": str(tmp_path / "disk" / "history")}, tmp_path / "log"
-    with coordinator(least=1) as address:
+    with coordinator(min_replicas=1) as address:
         common = {"gather": "a", "final": "a", "options": options, "log": str(log)}
         assert finish(start(tmp_path, "a", address, after=1, fault=remove_obstacle, **common)) == [0]
     assert log.read_text().count("cannot be written") == 1

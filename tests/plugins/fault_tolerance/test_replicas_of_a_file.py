@@ -43,7 +43,7 @@ export: false
 fault_tolerance: {faults}
 """
 STEPS = 14
-RUN_REPLICAS = [sys.executable, "-m", "triax.cli.main", "run", "--replicas", "2", "--nproc", "1", "--least", "2"]
+RUN_REPLICAS = [sys.executable, "-m", "triax.cli.main", "run", "--replicas", "2", "--nproc", "1", "--min-replicas", "2"]
 TRAIN = ["--no-python", sys.executable, "-m", "triax.cli.main", "train", "run.yaml"]
 
 

@@ -40,7 +40,7 @@ def test_training_survives_the_loss_of_optimizer_state_owners(tmp_path: Path) ->
         "d": {"after": 1, "fault": kill_in_move},  # it sends nothing when b is lost, and dies when b is back
     }
     job: dict[str, Any] = {"options": {"zero": 1}}
-    with coordinator(least=1) as address:
+    with coordinator(min_replicas=1) as address:
         common = {"gather": "abcd", "final": "abc", "pause": 0.05, **job}
         run = start_in_order(tmp_path, "abcd", address, faults=faults, **common)
         assert finish(run["b"]) == [KILLED]
@@ -59,13 +59,13 @@ def test_training_survives_the_loss_of_optimizer_state_owners(tmp_path: Path) ->
 def test_lost_owner_and_copy_end_the_run_with_a_reason(tmp_path: Path) -> None:
     saved = triax.Checkpoints(folder=str(tmp_path), every=2, resume=True)
     job: dict[str, Any] = {"options": {"zero": 1}, "checkpoint": saved, "log": str(tmp_path / "log")}
-    with coordinator(least=1) as address:
+    with coordinator(min_replicas=1) as address:
         faults = {"b": {"after": 5, "fault": kill}, "c": {"after": 5, "fault": kill}}
         run = start_in_order(tmp_path, "abc", address, gather="abc", final="abc", faults=faults, **job)
         assert [finish(processes) for processes in run.values()] == [[1], [KILLED], [KILLED]]
         reason = (tmp_path / "log").read_text()
         assert "of 3 parts of the optimizer state are lost with replicas b, c" in reason and str(tmp_path) in reason
-    with coordinator(least=3) as address:
+    with coordinator(min_replicas=3) as address:
         again = [process for name in "abc" for process in start(tmp_path, name, address, steps=10, **job)]
         assert finish(again) == [0, 0, 0]
     found, (expected, _) = losses(tmp_path, "a"), in_one_process(tmp_path / "a.jsonl", 10)
@@ -75,7 +75,7 @@ def test_lost_owner_and_copy_end_the_run_with_a_reason(tmp_path: Path) -> None:
 
 def test_a_leaving_replica_hands_over_its_optimizer_state(tmp_path: Path) -> None:
     job: dict[str, Any] = {"options": {"zero": 1, "copies": 0}}
-    with coordinator(least=1) as address:
+    with coordinator(min_replicas=1) as address:
         faults = {"c": {"after": 2, "fault": ask_to_leave}}
         run = start_in_order(tmp_path, "abc", address, gather="abc", final="ab", faults=faults, pause=0.05, **job)
         assert [finish(processes) for processes in run.values()] == [[0], [0], [0]]
@@ -103,7 +103,7 @@ def test_grids_survive_the_loss_of_optimizer_state_owners(
     kind: str, grid: dict[str, int], zero: int, names: str, copies: int, killed: str, fault: Any, tmp_path: Path
 ) -> None:
     job: dict[str, Any] = {"options": {"zero": 1, "copies": copies}, "grid": grid, "zero": zero, "kind": kind}
-    with coordinator(least=1) as address:
+    with coordinator(min_replicas=1) as address:
         common = {"gather": names, "final": names, "pause": 0.05, **job}
         faults = {name: {"after": 2, "fault": fault} for name in killed}
         run = start_in_order(tmp_path, names, address, faults=faults, **common)
@@ -117,7 +117,7 @@ def test_grids_survive_the_loss_of_optimizer_state_owners(
 @pytest.mark.exhaustive
 def test_a_paused_owner_gets_a_part_of_the_state_again(tmp_path: Path) -> None:
     job: dict[str, Any] = {"options": {"zero": 1, "timeout": 1.5}}
-    with coordinator(least=1) as address:
+    with coordinator(min_replicas=1) as address:
         faults = {"c": {"after": 2, "fault": stop_for_a_while}}
         run = start_in_order(tmp_path, "abc", address, gather="abc", final="abc", faults=faults, pause=0.05, **job)
         assert [finish(processes) for processes in run.values()] == [[0], [0], [0]]
@@ -127,7 +127,7 @@ def test_a_paused_owner_gets_a_part_of_the_state_again(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_master_weights_are_sharded_over_replicas(tmp_path: Path) -> None:
     job: dict[str, Any] = {"kind": "narrow", "precision": triax.Precision(weights="bf16")}
-    with coordinator(least=1) as address:
+    with coordinator(min_replicas=1) as address:
         common = {"gather": "abc", "final": "abc", "pause": 0.05, "options": {"zero": 1}, **job}
         run = start_in_order(tmp_path, "abc", address, faults={"b": {"after": 3, "fault": kill}}, **common)
         assert finish(run["b"]) == [KILLED]

@@ -12,7 +12,7 @@ import pytest
 from support.network_namespaces import Namespaces
 from support.replica_jobs import changes, coordinator, finish, losses, start
 
-LIMITS = {"timeout": 3.0, "silence": 1.0}
+LIMITS = {"timeout": 3.0, "heartbeat_timeout": 1.0}
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def hosts() -> Iterator[Namespaces]:
 class Replicas:
     """Coordinator and replicas a and b on the first host, and replica c on the second."""
 
-    def __init__(self, hosts: Namespaces, folder: Path, least: int, **job: Any) -> None:
+    def __init__(self, hosts: Namespaces, folder: Path, min_replicas: int, **job: Any) -> None:
         self.hosts, self.folder, self.job = hosts, folder, job
-        self._coordinator = coordinator(least, LIMITS["silence"], 20.0, hosts.hosts[0])
+        self._coordinator = coordinator(min_replicas, LIMITS["heartbeat_timeout"], 20.0, hosts.hosts[0])
         self.address = self._coordinator.__enter__()
         self.processes = {name: self.start(name) for name in "abc"}
 
@@ -68,7 +68,7 @@ def same_as_replayed(folder: Path) -> dict[int, str]:
     assert sorted(found[0] | found[1]) == list(range(steps))
     again = folder / "again"
     again.mkdir()
-    with coordinator(least=3) as address:
+    with coordinator(min_replicas=3) as address:
         options = {"replay": str(folder / "a.jsonl")}
         assert set(finish([p for n in "abc" for p in start(again, n, address, steps=steps, options=options)])) == {0}
     whole = losses(again, "a")

@@ -67,7 +67,7 @@ def test_a_plan_has_the_schedule_and_time_of_its_run(
     given = ",".join(f"{name}={value}" for name, value in layout_of(change).__dict__.items() if name in change)
     sizes = ("--model", "llama3-8b", "--machine", "fast", "--gpus", "8", "--batch", "12", "--sequence", "8192")
     keys = f"pipe=4,tensor=2,microbatch=1,zero=1,recompute=none,{given}"
-    done = CliRunner().invoke(app, ["plan", *sizes, "--layout", keys, "--memory", "500", "--write", "run.yaml"])
+    done = CliRunner().invoke(app, ["plan", *sizes, "--layout", keys, "--memory", "500", "--output", "run.yaml"])
     assert done.exit_code == 0, done.output or done.exception
     job = resolve(read_training_file("run.yaml")[0])
     layout, model = layout_of(change), CostModel(work())
@@ -285,9 +285,9 @@ def test_a_written_plan_with_options_dry_runs(
     monkeypatch.chdir(tmp_path)
     given = ",".join(f"{name}={value}" for name, value in {"pipe": 2, "tensor": 2, "microbatch": 1, **change}.items())
     sizes = ("--model", "llama-small", "--gpus", "4", "--batch", "6", "--sequence", "64", "--precision", "fp32")
-    done = CliRunner().invoke(app, ["plan", *sizes, "--layout", given, "--write", "run.yaml"])
+    done = CliRunner().invoke(app, ["plan", *sizes, "--layout", given, "--output", "run.yaml"])
     assert done.exit_code == 0, done.output or done.exception
-    done = CliRunner().invoke(app, ["train", "run.yaml", "--dry", "--processes", "4"])
+    done = CliRunner().invoke(app, ["train", "run.yaml", "--dry-run", "--processes", "4"])
     assert done.exit_code == 0, done.output or done.exception
 
 

@@ -1,4 +1,4 @@
-"""``triax plan fit``, the B200's figures and errors, and the intervals of predictions."""
+"""``triax machine fit``, the B200's figures and errors, and the intervals of predictions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from triax.base.errors import ConfigError
-from triax.cli.fit import read_runs
+from triax.cli.machine import read_runs
 from triax.cli.main import app
 from triax.models.config import LlamaConfig
 from triax.plugins.plan.fit import SPREADS, figures, fit, fitted, leave_one_out, with_figures
@@ -55,10 +55,10 @@ def test_plan_fit_prints_errors_and_writes_a_machine(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     text = (BENCHMARKS / "published" / "b200.csv").read_text().splitlines()
     Path("rows.csv").write_text("\n".join([*text[:2], *text[2:6]]) + "\n")
-    said = CliRunner().invoke(app, ["plan", "fit", "rows.csv", "--machine", "b200", "--write", "mine.json"])
+    said = CliRunner().invoke(app, ["machine", "fit", "rows.csv", "--machine", "b200", "--output", "mine.json"])
     assert said.exit_code == 0, said.output
     assert "left out one by one:" in said.output and "wrote mine.json" in said.output
-    found = json.loads(CliRunner().invoke(app, ["plan", "fit", "rows.csv", "--machine", "b200", "--json"]).stdout)
+    found = json.loads(CliRunner().invoke(app, ["machine", "fit", "rows.csv", "--machine", "b200", "--json"]).stdout)
     mine = machine("mine.json")
     assert figures(mine) == pytest.approx(found["figures"]) and mine.fitted_error == found["error"] > 0
     assert len(found["rows"]) == 4 and mine.sources["product_efficiency"].startswith("fitted to 4 runs of rows.csv")
@@ -91,7 +91,7 @@ def test_plan_fit_refuses_measured_machines_and_wrong_files(tmp_path: Path) -> N
 
     with pytest.raises(ValueError, match="which a fit would not change"):
         fit(HERE, RUNS[:1])
-    done = CliRunner().invoke(app, ["plan", "fit", str(BENCHMARKS / "published/b200.csv"), "--write", "mine.yaml"])
+    done = CliRunner().invoke(app, ["machine", "fit", str(BENCHMARKS / "published/b200.csv"), "--output", "mine.yaml"])
     assert isinstance(done.exception, ConfigError) and "must end in .json" in str(done.exception)
 
 

@@ -1,4 +1,4 @@
-"""Machines of ``triax plan measure``: tables between their sizes, shared cores, and the cost model on them."""
+"""Machines of ``triax machine measure``: tables between their sizes, shared cores, and the cost model on them."""
 
 from __future__ import annotations
 

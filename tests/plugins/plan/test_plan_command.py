@@ -152,7 +152,7 @@ def test_compare_lists_the_difference_of_each_term() -> None:
 
 def test_page_picture_and_training_file_have_the_same_numbers(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("plan.html", "plan.png", "run.yaml")]
-    written = ("--html", str(files[0]), "--plot", str(files[1]), "--write", str(files[2]))
+    written = ("--html", str(files[0]), "--plot", str(files[1]), "--output", str(files[2]))
     given = ("--layout", "tensor=2,context=1,offload=true,recompute=full")
     found = ask("--model", "llama3-8b", "--gpus", "8", "--batch", "16", "--sequence", "4096", *given, *written)
     best = found["layouts"][0]
@@ -180,7 +180,7 @@ def test_a_planned_training_file_loads_the_weights_of_a_folder(tmp_path: Path) -
     fields: dict[str, object] = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "vocab_size": 256}
     fields |= {"model_type": "llama", "num_attention_heads": 4, "max_position_embeddings": 64}
     (folder / "config.json").write_text(json.dumps(fields))
-    asked = ("--model", str(folder), "--gpus", "1", "--batch", "4", "--sequence", "64", "--write", str(written))
+    asked = ("--model", str(folder), "--gpus", "1", "--batch", "4", "--sequence", "64", "--output", str(written))
     ask(*asked)
     assert read_training_file(written)[0].model.has_weights is False
     (folder / "model.safetensors").touch()
@@ -203,7 +203,7 @@ def test_a_planned_training_file_loads_the_weights_of_a_folder(tmp_path: Path) -
         (["--gpus", "8", "--batch", "8", "--speeds", "1,0"], "--speeds = .*: give a number above 0"),
         (["--gpus", "8", "--batch", "8", "--precision", "bf8"], "--precision = 'bf8': give 'bf16' or 'fp16'"),
         (["--why", "tensor=2", "tensor=4"], "--why is a verb now: type triax plan compare LAYOUT LAYOUT"),
-        (["--measure", "here.json"], r"--measure is a verb now: type triax plan measure FILE\.json"),
+        (["--measure", "here.json"], r"--measure is a verb now: type triax machine measure FILE\.json"),
     ],
 )
 def test_triax_plan_refuses_wrong_arguments_with_what_to_type(arguments: list[str], message: str) -> None:
@@ -237,7 +237,7 @@ def test_each_prediction_says_how_far_it_can_be_trusted(tmp_path: Path) -> None:
     """In the first line, in --json, on the page and in the written file; for machine files and other precisions too."""
     sizes = ("--model", "llama3-8b", "--gpus", "8", "--batch", "16", "--sequence", "4096")
     given = ("--layout", "pipe=1,tensor=2,zero=1,microbatch=1,recompute=full")
-    outputs = ("--html", str(tmp_path / "page.html"), "--write", str(tmp_path / "run.yaml"))
+    outputs = ("--html", str(tmp_path / "page.html"), "--output", str(tmp_path / "run.yaml"))
     found = ask(*sizes, *given, "--machine", "h200")
     trusted, best = found["trust"], found["layouts"][0]
     line = trusted["line"]
@@ -292,7 +292,7 @@ def test_a_written_plan_dry_runs_and_has_a_slurm_script(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     sizes = ("--model", "llama-tiny", "--gpus", "16", "--batch", "16", "--sequence", "64", "--precision", "fp32")
     layout = "pipe=2,tensor=2,microbatch=1,slices=2"
-    said = run(*sizes, "--layout", layout, "--write", "run.yaml", "--sbatch", "job.sbatch")
+    said = run(*sizes, "--layout", layout, "--output", "run.yaml", "--sbatch", "job.sbatch")
     assert "wrote job.sbatch: 16 GPUs on 2 nodes; sbatch job.sbatch" in said
     script = Path("job.sbatch").read_text()
     assert (
@@ -300,13 +300,13 @@ def test_a_written_plan_dry_runs_and_has_a_slurm_script(tmp_path: Path, monkeypa
         and "--ntasks-per-node=8" in script
         and "srun --cpu-bind=cores triax train run.yaml" in script
     )
-    done = CliRunner().invoke(app, ["train", "run.yaml", "--dry", "--processes", "16"])
+    done = CliRunner().invoke(app, ["train", "run.yaml", "--dry-run", "--processes", "16"])
     assert done.exit_code == 0, done.output
-    with pytest.raises(ConfigError, match="--sbatch does nothing without --write: give it"):
+    with pytest.raises(ConfigError, match="--sbatch does nothing without --output: give it"):
         run(*sizes, "--sbatch", "job.sbatch")
     with pytest.raises(ConfigError, match="which triax train cannot run"):
-        run("--model", "llama3-8b", "--gpus", "8", "--batch", "8", "--products", "fp8", "--write", "run.yaml")
+        run("--model", "llama3-8b", "--gpus", "8", "--batch", "8", "--products", "fp8", "--output", "run.yaml")
     (tmp_path / "mine.yaml").write_text("model: {preset: gpt2}\n")
     with pytest.raises(ConfigError, match=r"mine\.yaml, which exists and is not a file of triax plan"):
-        run(*sizes, "--layout", layout, "--write", "mine.yaml")
+        run(*sizes, "--layout", layout, "--output", "mine.yaml")
     assert (tmp_path / "mine.yaml").read_text() == "model: {preset: gpt2}\n"

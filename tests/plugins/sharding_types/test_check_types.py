@@ -254,8 +254,8 @@ def test_slices_of_views_lie_where_the_types_say() -> None:
     assert known > 60
 
 
-@pytest.mark.parametrize("asked", [("--types", "tensor=2"), ("--dry", "tensor=2")])
+@pytest.mark.parametrize("asked", [("--types", "tensor=2"), ("--dry-run", "tensor=2")])
 def test_triax_check_refuses_options_of_another_judge(asked: tuple[str, str]) -> None:
-    for other in (("--axes", "tensor"), ("--ranks", "8"), ("--costs",), ("--over-replicas",)):
+    for other in (("--axes", "tensor"), ("--processes", "8"), ("--costs",), ("--over-replicas",)):
         code, text = run_triax("check", "model.py:build", *asked, *other)
         assert code == 2 and f"{other[0]} has no effect with {asked[0]}" in text

@@ -1,4 +1,4 @@
-"""``triax plan fit rows.csv``: a machine's figures fitted to a table of measured runs, with leave-one-out errors."""
+"""``triax machine``: a machine's figures for ``triax plan``, timed here or fitted to a table of measured runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..base.errors import ConfigError, no_such
+from ..base.files import check_output
 from ..base.tables import table, terminal
 from ..options.base import Options, option
 from .flags import one_line_errors, with_flags
+from .foreign_options import Command
+from .verbs import CommandGroup
 
 # All else is imported where it is used: `triax --help` needs none of it.
 if TYPE_CHECKING:
     from ..models.config import TransformerConfig
     from ..plugins.plan.fit import MeasuredRun
+
+machine = typer.Typer(
+    name="machine",
+    cls=CommandGroup,
+    help="Time this machine, or fit a machine's figures to measured runs, for triax plan --machine.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 NEEDED = ("model", "layout", "batch", "step_s")
 COLUMNS = (*NEEDED, "name", "fields", "sequence", "precision", "products", "memory_gib", "switches")
@@ -27,13 +38,29 @@ COLUMNS = (*NEEDED, "name", "fields", "sequence", "precision", "products", "memo
 
 @dataclass(frozen=True, kw_only=True)
 class FitFlags(Options):
-    """Flags of ``triax plan fit``."""
+    """Flags of ``triax machine fit``."""
 
     machine: str = option("h100-80g", "The description to start from: a100-80g, h100-80g, h200, b200, or a file.")
-    write: Path | None = option(None, "Write the machine file (.json) with the fitted efficiencies.", writes=(".json",))
+    output: Path | None = option(
+        None, "Write the machine file (.json) with the fitted efficiencies.", writes=(".json",)
+    )
     json: bool = option(False, "Print one JSON object.")
 
 
+@machine.command(cls=Command)
+@with_flags
+@one_line_errors
+def measure(file: Annotated[Path, typer.Argument(help="File to write (.json), for --machine.")]) -> None:
+    """Time this machine for a minute, and write its description."""
+    check_output(file, (".json",))
+    from ..plugins.plan.measure_machine import measure as timed  # imports torch
+
+    profile = timed(file.stem, say=lambda line: typer.echo(line, err=True))
+    file.write_text(json.dumps(profile.to_dict(), indent=1) + "\n", encoding="utf-8")
+    typer.echo(f"{file}: {profile.sources['measured']}")
+
+
+@machine.command(cls=Command)
 @with_flags
 @one_line_errors
 def fit(
@@ -44,12 +71,12 @@ def fit(
     from ..plugins.plan.fit import figures, fitted
     from ..plugins.plan.machine import machine as machine_of
 
-    write = flags.write
+    output = flags.output
     start, runs = machine_of(flags.machine), read_runs(path)
     result, errors = fitted(start, runs, path.name)
-    if write is not None:
-        result = replace(result, name=write.stem)
-        write.write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
+    if output is not None:
+        result = replace(result, name=output.stem)
+        output.write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
     rows: list[dict[str, Any]] = []
     for run, error in zip(runs, errors, strict=True):
         rows.append({"name": run.name, "measured_s": run.seconds, "fitted_s": run.predicted(result), "left_out": error})
@@ -57,7 +84,7 @@ def fit(
             rows[-1]["memory_error"] = run.predicted_memory(result) / run.memory - 1
     if flags.json:
         values = {"from": figures(start), "figures": figures(result), "error": result.fitted_error, "rows": rows}
-        typer.echo(json.dumps({**values, "written": None if write is None else str(write)}))
+        typer.echo(json.dumps({**values, "written": None if output is None else str(output)}))
         return
     heads = ("run", "measured, s", "fitted, s", "error", "error left out", "memory error")
     shown = [
@@ -75,10 +102,10 @@ def fit(
         console.print(f"{name}: {value:.3g} (before: {before[name]:.3g})")
     sizes = [abs(error) for error in errors]
     console.print(f"left out one by one: {sum(sizes) / len(sizes):.1%} on average, {max(sizes):.1%} at worst")
-    if write is None:
-        console.print("Give --write mine.json for a machine file with these figures.")
+    if output is None:
+        console.print("Give --output mine.json for a machine file with these figures.")
     else:
-        console.print(f"wrote {write}: a machine file, for triax plan --machine {write}", soft_wrap=True)
+        console.print(f"wrote {output}: a machine file, for triax plan --machine {output}", soft_wrap=True)
 
 
 def read_runs(path: Path) -> list[MeasuredRun]:

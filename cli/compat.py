@@ -1,4 +1,4 @@
-"""``triax config``: check a configuration and print it resolved, or print the JSON schema or the table of keys."""
+"""``triax compat``: configurations in DeepSpeed's dialect, checked and resolved; their schema and table."""
 
 from __future__ import annotations
 
@@ -9,32 +9,36 @@ from typing import Annotated, Any
 import typer
 
 from ..base.errors import ConfigError
+from .foreign_options import Command
 from .output import echo
+from .verbs import CommandGroup
+
+compat = typer.Typer(
+    name="compat",
+    cls=CommandGroup,
+    help="Check files of other libraries: DeepSpeed's configurations.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 
+@compat.callback()
+def _group() -> None:
+    """Keep the verb: a group of one command would be this command."""
+
+
+@compat.command(cls=Command)
 def config(
-    file: Annotated[
-        Path | None, typer.Argument(help="Configuration file, in DeepSpeed's JSON dialect; a training file to upgrade.")
-    ] = None,
+    file: Annotated[Path | None, typer.Argument(help="Configuration file, in DeepSpeed's JSON dialect.")] = None,
     data: Annotated[int, typer.Option(min=1, help="Size of the data axis: the number of replicas.")] = 1,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON schema of configurations, for editors.")
     ] = False,
     table: Annotated[bool, typer.Option("--table", help="Print the table of all keys, as in docs/config.md.")] = False,
-    upgrade: Annotated[
-        bool, typer.Option("--upgrade", help="Rewrite a training file under today's names of keys; comments stay.")
-    ] = False,
 ) -> None:
     """Check a configuration, and print it with every default and all three batch sizes filled in."""
-    if sum((file is not None, schema, table)) != 1 or (upgrade and file is None):
+    if sum((file is not None, schema, table)) != 1:
         raise ConfigError("Give one of a FILE to check, --schema and --table.")
-    if upgrade:
-        assert file is not None
-        from ..train.upgrade import upgrade as rewrite
-
-        for note in rewrite(file) or [f"{file} has no older name"]:
-            typer.echo(note)
-        return
     from ..compat.deepspeed.config.document import json_schema, markdown
 
     if schema:

@@ -1,4 +1,4 @@
-"""``triax coordinator`` and ``triax drain``: replicas that leave and join a run at a step."""
+"""``triax replicas``: replicas that leave and join a run at a step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,19 @@ from ..base.errors import ConfigError
 from ..grid.environment import run_secret
 from ..options.launch import CoordinatorServer
 from .flags import with_flags
+from .foreign_options import Command
+from .verbs import CommandGroup
+
+replicas = typer.Typer(
+    name="replicas",
+    cls=CommandGroup,
+    help="Run the coordinator of a run's replicas, or ask a replica to leave.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 
+@replicas.command(cls=Command)
 @with_flags
 def coordinator(options: CoordinatorServer) -> None:
     """Run the coordinator of a run's replicas until it is stopped. It answers those that know TRIAX_SECRET alone."""
@@ -22,7 +33,14 @@ def coordinator(options: CoordinatorServer) -> None:
 
     secret = run_secret()
     try:
-        server = Coordinator(options.port, options.least, options.silence, options.patience, secret, options.host)
+        server = Coordinator(
+            options.port,
+            options.min_replicas,
+            options.heartbeat_timeout,
+            options.straggler_timeout,
+            secret,
+            options.host,
+        )
     except OSError as error:
         where = f"{options.host}, port {options.port}"
         raise ConfigError(f"the coordinator cannot listen on {where}: {error.strerror or error}") from error
@@ -35,6 +53,7 @@ def coordinator(options: CoordinatorServer) -> None:
     server.close()
 
 
+@replicas.command(cls=Command)
 def drain(
     name: Annotated[str, typer.Argument(help="Name of the replica: a number from 0.")],
     log_dir: Annotated[str, typer.Option(help="Log folder of the run, as of triax run.")] = "runs/logs",
