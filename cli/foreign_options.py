@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from typer.core import TyperCommand
 
 from ..base.errors import ConfigError, close
+from ..base.foreign_tables import read_table
 from .verbs import NEW_FLAGS, OLDER, path_of, warn_of_older
 
 
@@ -33,6 +34,12 @@ class Command(TyperCommand):
                     said = self._unknown(ctx, name) if name else f"{error.format_message().rstrip('.')}. {_help(ctx)}"
                     raise ConfigError(said) from None
                 args = translated
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help, which ends with a line to type."""
+        path = path_of(ctx).partition(" ")[2]
+        self.epilog = f"Example: {read_table(__file__, 'examples.toml')[path]}"
+        super().format_help(ctx, formatter)
 
     def translated(self, name: str, args: list[str]) -> list[str] | None:
         """Return the arguments with this command's flags in place of an unknown one; None if it stays unknown."""

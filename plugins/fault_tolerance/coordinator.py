@@ -63,12 +63,8 @@ class Coordinator:
         secret: bytes,
         host: str = LOOPBACK,
     ) -> None:
-        self._min_replicas, self._heartbeat_timeout, self._straggler_timeout, self._secret = (
-            min_replicas,
-            heartbeat_timeout,
-            straggler_timeout,
-            secret,
-        )
+        self._min_replicas, self._secret = min_replicas, secret
+        self._heartbeat_timeout, self._straggler_timeout = heartbeat_timeout, straggler_timeout
         self._changed = threading.Condition()
         self._beats: dict[tuple[str, str], tuple[float, float]] = {}  # (name, process) -> first and last heartbeat
         self._visits: dict[str, _Visit] = {}  # of the next meeting

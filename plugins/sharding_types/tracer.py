@@ -270,7 +270,9 @@ class Tracer:
         types, enters = self.read(x), ("gather", "reduce_scatter") if sequence else ("copy", "all_reduce")
         crossed(*enters, types[axis.name], 1 - x.dim(), self.report(axis.name, "_".join(enters)))
         for out, (weight, _) in zip(outs, weights, strict=True):
-            self.write(out, types | {axis.name: varying({-1: self.read(weight)[axis.name].levels.get(-2, 0)})})
+            kind = self.read(weight)[axis.name]
+            rows = varying({-1: kind.levels.get(-2, 0)}) if kind.kind == VARYING else Sharding(REPLICATED)
+            self.write(out, types | {axis.name: rows})
 
     def collective(self, name: str, group: TypedGroup, tensor: Tensor, output: Tensor) -> None:
         """Type the output of a collective that has no gradient."""
