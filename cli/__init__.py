@@ -18,7 +18,7 @@ dry_report.py: a dry run of a script, a training file or a model, and its report
 replicas.py: ``triax replicas``, replicas that leave and join a run: their coordinator, and a request to leave.
 foreign_options.py: the answer to a mistyped line; options of other libraries, by compat/launcher_options.py.
 env.py: ``triax env``, versions, devices and backends of this machine, and what is missing for what.
-compat.py: ``triax compat``, configurations of DeepSpeed, checked and resolved.
+compat.py: ``triax compat``, configurations of another library, checked and resolved.
 schedule.py: ``triax schedule``, pipeline schedules verified, simulated and drawn;
 schedule_flags.py: its flags, and the schedule that they make; schedule_text.py: what it prints.
 cuts.py: ``triax schedule cuts``, where to cut a list of layers by their costs.

@@ -16,7 +16,7 @@ from .verbs import CommandGroup
 compat = typer.Typer(
     name="compat",
     cls=CommandGroup,
-    help="Check files of other libraries: DeepSpeed's configurations.",
+    help="Check configurations that are written for another library.",
     no_args_is_help=True,
     add_completion=False,
 )

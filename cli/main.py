@@ -44,7 +44,7 @@ GROUPS = {
     "Files": {
         "data": "Tokenize text, and show and verify tokens.",
         "checkpoint": "Show, verify, convert, compare and prune checkpoints.",
-        "compat": "Check files of other libraries: DeepSpeed's configurations.",
+        "compat": "Check configurations that are written for another library.",
     },
 }
 COMMANDS = {name: (group, text) for group, commands in GROUPS.items() for name, text in commands.items()}
