@@ -2,6 +2,7 @@
 
 Tokens on disk (``triax data``):
     sources.py: documents of text files, JSON lines, Parquet and Arrow files, each with its line
+    conversations.py: columns of ShareGPT and of Alpaca, as messages; bad_document.py: a document that cannot be used
     tokenizer.py: bytes, or a tokenizer of ``tokenizers`` or transformers; its fingerprint; training one
     byte_tokenizer.py: the tokenizer bytes, as files of transformers
     chat.py: conversations with a chat template, of which only the assistant's tokens count in the loss

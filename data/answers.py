@@ -25,10 +25,12 @@ import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError, nearest
+from .bad_document import BadDocument
 from .chat import ChatTemplate
+from .conversations import is_conversation, messages_of
 from .held_out import NumberedSamples
 from .packing import IGNORED
-from .sources import UNITS, BadDocument, find_sources, records
+from .sources import UNITS, find_sources, records
 from .token_file import Array
 from .tokenizer import TextTokenizer, open_tokenizer
 
@@ -188,6 +190,8 @@ class _SampleReader:
             raise value
         forms = COLUMNS[self._form]
         names = next((form for form in forms if all(value.get(name) is not None for name in form)), None)
+        if names is None and self._form == "sft" and is_conversation(value):
+            return None, messages_of(value), True
         if names is None:
             wanted = ", or ".join(" and ".join(map(repr, form)) for form in forms)
             raise BadDocument(f"the columns are {', '.join(map(repr, value))}, but {wanted} are needed")

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..base.errors import ConfigError
 from ..base.hub import local_folder
-from .sources import BadDocument
+from .bad_document import BadDocument
 from .token_file import Array
 from .tokenizer import BYTES, load_transformers, within_limit
 

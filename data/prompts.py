@@ -11,9 +11,10 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from .answers import at_place, kind_of
+from .bad_document import BadDocument
 from .chat import ChatTemplate
 from .held_out import NumberedSamples
-from .sources import UNITS, BadDocument, find_sources, records
+from .sources import UNITS, find_sources, records
 from .tokenizer import open_tokenizer
 
 

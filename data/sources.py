@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 from ..base.errors import ConfigError, nearest, to_install
 from ..base.hub import DATA_URI, data_path
+from .bad_document import BadDocument
+from .conversations import is_conversation, messages_of
 
 FORMATS = ("text", "jsonl", "parquet", "arrow")
 UNITS = {"text": "line", "jsonl": "line", "parquet": "row", "arrow": "row"}
@@ -64,19 +66,6 @@ class Reading(NamedTuple):
     key: str = "text"
     is_chat: bool = False
     split: str = "file"
-
-
-class BadDocument(ValueError):
-    """Reason why a document cannot be used.
-
-    Args:
-        message: the reason.
-        further: number of lines between the document's first line and the bad one.
-    """
-
-    def __init__(self, message: str, further: int = 0) -> None:
-        super().__init__(message)
-        self.further = further
 
 
 def find_sources(paths: Iterable[str | Path], format: str | None = None) -> tuple[list[SourceFile], Counter[str]]:
@@ -188,12 +177,7 @@ def records(source: SourceFile) -> Iterator[tuple[int, Any]]:
                 f"{part.name} is a text, but rows with columns are needed: give .jsonl, .parquet or .arrow"
             )
         import_pyarrow()
-        number = 0
-        for batch in _batches(part, None):
-            batch.validate(full=True)  # a damaged file could make pyarrow read beyond its memory
-            for value in batch.to_pylist():
-                number += 1
-                yield number, value
+        yield from (record for record in _all_columns(part) if record[1] is not None)
 
 
 def lines_before(part: Part) -> int:
@@ -328,6 +312,8 @@ def _json_lines(part: Part, reading: Reading) -> Iterator[tuple[int, Any]]:
         if isinstance(value, dict):
             if reading.key in value:
                 value = _checked(value[reading.key], reading)
+            elif reading.is_chat and is_conversation(value):
+                value = _messages(value)
             else:
                 hint = "; add --chat" if "messages" in value and not reading.is_chat else ""
                 keys = ", ".join(map(repr, [*value][:8])) or "none"
@@ -339,6 +325,9 @@ def _rows(part: Part, reading: Reading) -> Iterator[tuple[int, Any]]:
     import_pyarrow()
     number = 0
     for batch in _batches(part, reading.key):
+        if reading.is_chat and reading.key not in batch.schema.names and is_conversation(batch.schema.names):
+            yield from ((at, row if row is None else _messages(row)) for at, row in _all_columns(part))
+            return
         if reading.key not in batch.schema.names:
             names = ", ".join(batch.schema.names[:8])
             raise ConfigError(f"{part.name} has no column {reading.key!r}, but {names}. Give --key, or --chat.")
@@ -347,6 +336,17 @@ def _rows(part: Part, reading: Reading) -> Iterator[tuple[int, Any]]:
         for value in column.to_pylist():
             number += 1
             yield number, _checked(value, reading)
+    yield number, None
+
+
+def _all_columns(part: Part) -> Iterator[tuple[int, Any]]:
+    """Yield number of the row, and all its columns; last (number of rows, None)."""
+    number = 0
+    for batch in _batches(part, None):
+        batch.validate(full=True)  # a damaged file could make pyarrow read beyond its memory
+        for value in batch.to_pylist():
+            number += 1
+            yield number, value
     yield number, None
 
 
@@ -387,6 +387,13 @@ def _checked(value: Any, reading: Reading) -> Any:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return BadDocument(f"message {number} is not an object with a 'role' and a 'content'")
     return value
+
+
+def _messages(row: Any) -> Any:
+    try:
+        return messages_of(row)
+    except BadDocument as error:
+        return error
 
 
 def _kind(value: Any) -> str:

@@ -24,8 +24,9 @@ import numpy as np
 
 from ..base.errors import ConfigError, nearest
 from ..base.files import parse_json
+from .bad_document import BadDocument
 from .chat import ChatTemplate
-from .sources import SPLITS, UNITS, BadDocument, Part, Reading, cut, documents, find_sources, lines_before
+from .sources import SPLITS, UNITS, Part, Reading, cut, documents, find_sources, lines_before
 from .token_file import DTYPES, Array, token_dtype, write_atomically, write_tensors
 from .token_folder import (
     FORMAT,

@@ -20,8 +20,9 @@ from ..base.errors import ConfigError, to_install
 from ..base.files import read_object
 from ..base.folder_files import FolderFiles
 from ..base.hub import local_folder
+from .bad_document import BadDocument
 from .byte_tokenizer import ByteTokenizer
-from .sources import UNITS, BadDocument, Part, Reading, SourceFile, documents
+from .sources import UNITS, Part, Reading, SourceFile, documents
 from .token_file import Array
 from .token_folder import TokenizerFacts
 

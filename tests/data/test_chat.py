@@ -15,9 +15,10 @@ import torch
 import triax
 from triax.base.errors import ConfigError
 from triax.cli.model_text import TokenizerText
-from triax.data import TokenData, TokenFolder, train_tokenizer
+from triax.data import Answers, TokenData, TokenFolder, train_tokenizer
+from triax.data.bad_document import BadDocument
 from triax.data.chat import ChatTemplate
-from triax.data.sources import BadDocument, Reading, find_sources
+from triax.data.sources import Reading, find_sources
 from triax.data.tokenization import tokenize
 from triax.train.methods import Rollouts, grpo_loss
 
@@ -112,6 +113,73 @@ def test_only_tokens_of_the_assistant_have_labels(made: Path, tmp_path: Path) ->
             assert counts <= sum(label != -100 for labels in wanted for label in labels)
         total = sum(int((labels != -100).sum()) for _, labels in data.loader(1, 1, epochs=1))
         assert total == sum(label != -100 for labels in wanted for label in labels)
+
+
+# Rows with the columns of ShareGPT and of Alpaca, and the same conversations as messages (LLaMA-Factory reads them so).
+OTHER_COLUMNS: list[tuple[dict[str, Any], list[dict[str, str]]]] = [
+    (
+        {"conversations": [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "so"}], "system": "be brief"},
+        turns("be brief", "why?", "so"),
+    ),
+    (
+        {"conversations": [{"from": name, "value": name} for name in ("system", "user", "assistant")]},
+        turns("system", "user", "assistant"),
+    ),
+    ({"instruction": "add", "input": "1 2", "output": "3"}, turns("add\n1 2", "3", roles="ua")),
+    ({"instruction": "hello", "input": "", "output": "hi"}, turns("hello", "hi", roles="ua")),
+    (
+        {"instruction": "and?", "output": "no", "history": [["a", "b"], ["c", "d"]], "system": "be kind"},
+        turns("be kind", "a", "b", "c", "d", "and?", "no", roles="suauaua"),
+    ),
+]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write a file of JSON lines, or of Parquet, which has all columns in each row."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_columns_of_sharegpt_and_alpaca_are_read_as_messages(made: Path, tmp_path: Path, ending: str) -> None:
+    from trl import maybe_convert_to_chatml
+
+    pytest.importorskip("pyarrow.parquet")
+    assert maybe_convert_to_chatml(json.loads(json.dumps(OTHER_COLUMNS[1][0])))["messages"] == OTHER_COLUMNS[1][1]
+    wanted = [reference(made / "plain", messages) for _, messages in OTHER_COLUMNS]
+    files = [write_rows(tmp_path / f"{at}.{ending}", [row]) for at, (row, _) in enumerate(OTHER_COLUMNS)]
+    tokenize(files, made / "plain", tmp_path / "out", chat=True)
+    folder = TokenFolder(tmp_path / "out")
+    assert [folder.document(number).tolist() for number in range(len(files))] == [ids for ids, _ in wanted]
+    for file, (ids, counted) in zip(files, wanted, strict=True):
+        answers = Answers(file, "sft", made / "plain", 256)
+        _, labels = answers.collate([answers[0]])
+        follow = [token if count else -100 for token, count in zip(ids, counted, strict=True)][1:]
+        assert [label for label in labels.flatten().tolist() if label != -100] == [t for t in follow if t != -100]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"conversations": [{"from": "narrator", "value": "x"}]}, "turn 1 of 'conversations' is from 'narrator'"),
+        ({"conversations": "why?"}, "'conversations' is not a list of objects"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "turn 1 of 'conversations' is int, but a text is needed"),
+        ({"instruction": "a", "output": None}, "output is NoneType, but a text is needed"),
+        ({"instruction": "a", "output": "b", "history": [["q"]]}, "'history' is not a list of pairs"),
+    ],
+)
+def test_wrong_columns_of_conversations_are_refused_by_line(
+    made: Path, tmp_path: Path, row: dict[str, Any], words: str
+) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(ConfigError, match=f"line 1: {words}"):
+        tokenize([file], made / "plain", tmp_path / "out", chat=True)
+    with pytest.raises(ConfigError, match=f"line 1: {words}"):
+        Answers(file, "sft", made / "plain", 64)
 
 
 BAD = {

@@ -29,7 +29,7 @@ BUDGET = {
     "grid": 4839,
     "train": 4336,
     "cli": 3620,
-    "data": 2251,
+    "data": 2307,
     "tensor_parallel": 2231,
     "checkpoint": 2199,
     "options": 1583,
