@@ -86,10 +86,13 @@ def verify(path: Where) -> None:
 @checkpoint.command(cls=Command)
 def export(
     path: Where,
-    target: Annotated[Path, typer.Argument(help="Path to write, as model.safetensors; for --format hf a folder.")],
+    target: Annotated[Path, typer.Argument(help="Path to write, as model.safetensors; for hf and dcp a folder.")],
     dtype: Annotated[str | None, typer.Option(help="dtype of weights, as bfloat16; default: as saved.")] = None,
     format: Annotated[
-        str, typer.Option(help="safetensors: one file; hf: a folder for transformers; or a format of another package.")
+        str,
+        typer.Option(
+            help="safetensors: one file; hf: a folder for transformers; dcp: one for torch; or a package's own."
+        ),
     ] = "safetensors",
     config: Annotated[
         Path | None, typer.Option(help="For hf: the model's config.json, if the checkpoint does not contain it.")
@@ -103,7 +106,7 @@ def export(
         typer.Option(help="For hf: folder or id of the tokenizer; default: the one of the model's folder."),
     ] = None,
 ) -> None:
-    """Write whole weights and buffers to one safetensors file, or to a folder for Hugging Face, tensor by tensor.
+    """Write whole weights and buffers to one safetensors file, or to a folder for Hugging Face or torch.
 
     This is DeepSpeed's zero_to_fp32: without --dtype, master weights are written as they were saved, in fp32.
     """
@@ -134,7 +137,7 @@ def export(
         written = [*write(snapshot, target, kept)]
     else:
         written = [*export_model(make, snapshot, target, kept, config, merge_lora, tokenizer)]
-    files = [target] if plain else sorted(target.glob("*.safetensors"))
+    files = [target] if plain else [*target.glob("*.safetensors"), *target.glob("*.distcp")]
     echo(f"{target}: {len(written)} tensors, {sum(file.stat().st_size for file in files) / 1e6:.3f} MB")
 
 

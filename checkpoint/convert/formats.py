@@ -1,7 +1,8 @@
 """Export formats that packages offer, such as Hugging Face's; and the description of the model in a checkpoint.
 
 A package offers a format by an entry point in the group ``triax.exports``, under the format's name. triax itself offers
-``hf``, a folder for ``transformers``. The entry point names a function of
+``hf``, a folder for ``transformers``, and ``dcp``, one for ``torch.distributed.checkpoint``. The entry point names a
+function of
 
 model: the result of ``describe`` when the checkpoint was saved, or None
 tensors: name -> (shape, dtype) of the weights, then of the buffers

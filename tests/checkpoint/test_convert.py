@@ -233,6 +233,45 @@ def test_a_checkpoint_of_fsdp_on_two_ranks_is_imported(ranks: Any, tmp_path: Pat
     assert_same(engine.gather(), {f"layers.{name}": weight for name, weight in wanted.items()})
 
 
+def save_on_two_stages(folder: str) -> dict[str, Tensor]:
+    grid = triax.Grid(pipe=2, data=1)
+    layers = [triax.LayerSpec(nn.Linear, 4, 7), triax.LayerSpec(nn.BatchNorm1d, 7), triax.LayerSpec(nn.Linear, 7, 4)]
+    model = triax.PipelineModule(layers, grid=grid, loss_fn=lambda y, _: y.square().mean(), seed=3)
+    engine = triax.Engine(model, optimizer=partial(torch.optim.AdamW, lr=RATE), batch=8)
+    engine.train_batch(iter([(batch(0), batch(0))]))
+    engine.save_checkpoint(folder)
+    return engine.gather()
+
+
+def load_into_fsdp(folder: str) -> dict[str, Tensor]:
+    """Two ranks of FSDP2 read a folder in torch's format into a model of the same names."""
+    model = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 4))})
+    fully_shard(model["layers"])
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    found = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
+    return found | dict(model.named_buffers())
+
+
+def test_fsdp_on_two_ranks_reads_an_exported_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    parts = ranks(2, save_on_two_stages, str(tmp_path / "runs"), timeout=60)
+    code, text = command("export", tmp_path / "runs", tmp_path / "dcp", "--format", "dcp")
+    assert code == 0 and "9 tensors" in text, text
+    assert command("export", tmp_path / "runs", tmp_path / "all.safetensors")[0] == 0
+    wanted = safetensors.torch.load_file(tmp_path / "all.safetensors")
+    assert wanted.keys() >= parts[0].keys() and len(wanted) == 9
+    for found in ranks(2, load_into_fsdp, str(tmp_path / "dcp"), timeout=60):
+        assert_same(found, wanted)
+    assert command("import", tmp_path / "dcp", tmp_path / "again", "--unpickle", "--buffers", "*.running_*")[0] == 0
+    half = ("--format", "dcp", "--dtype", "bfloat16")
+    assert command("export", tmp_path / "runs", tmp_path / "half", *half)[0] == 0
+    entries: Any = dcp.FileSystemReader(tmp_path / "half").read_metadata().state_dict_metadata
+    assert {entry.properties.dtype for entry in entries.values()} == {torch.bfloat16, torch.int64}
+    refused = command("export", tmp_path / "runs", tmp_path / "no", "--format", "dcp", "--tokenizer", "x")[1]
+    assert "--tokenizer is used only with --format hf, and not with --format dcp" in refused
+
+
 @float64_by_default()
 def test_a_checkpoint_of_a_ddp_loop_continues_as_the_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -370,7 +409,7 @@ def test_export_errors_say_which_option_to_give(tmp_path: Path) -> None:
     assert engine.save_checkpoint(tmp_path / "runs")
     words = ("export", tmp_path / "runs", tmp_path / "hf")
     assert "Give " in command(*words)[1] and "--format hf for a folder" in command(*words)[1]
-    assert "give one of safetensors, hf" in command(*words, "--format", "gguf")[1]
+    assert "give one of safetensors, dcp, hf" in command(*words, "--format", "gguf")[1]
     assert "does not tell the model's configuration. Pass --config" in command(*words, "--format", "hf")[1]
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
     said = command(*words, "--format", "hf", "--config", tmp_path / "config.json")[1]
