@@ -16,6 +16,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -135,51 +136,49 @@ def kinds() -> list[str]:
     return sorted(name for name, family in FAMILIES.items() if family.config is not None)
 
 
+SAME = "the same as above"
+
+
 def page(results: Iterator[tuple[str, str, dict[str, str]]]) -> str:
-    """The page: for each method a table of types and axes, and below it the messages."""
-    tables: dict[str, list[str]] = {method: [] for method in METHODS}
-    said: list[str] = []
+    """Return the page: for each method the types that were run, and the cells that are not equal."""
+    ran: dict[str, list[str]] = {method: [] for method in METHODS}
+    others: dict[str, list[str]] = {method: [] for method in METHODS}
     for kind, method, found in results:
-        row = []
-        for axis in AXES:
-            text = found[axis]
-            if text and text not in said:
-                said.append(text)
-            word = "refused" if re.match(r"\w+Error: ", text) else "differs"
-            row.append(f"{word} ({said.index(text) + 1})" if text else "equal")
-        tables[method].append(f"| {kind} | {' | '.join(row)} |")
+        ran[method].append(kind)
+        others[method] += [f"| {kind} | {axis} | {text} |" for axis, text in found.items() if text]
     parts = [INTRODUCTION]
-    for method, rows in tables.items():
-        if rows:
-            head = f"| type | {' | '.join(AXES)} |\n|{'---|' * (len(AXES) + 1)}"
-            parts.append(f"## {method}: {METHODS[method]}\n\n{head}\n" + "\n".join(rows))
-    if said:
-        parts.append("## Messages\n\n" + "\n".join(f"{n}. {text}" for n, text in enumerate(said, 1)))
-    return "\n\n".join(parts) + "\n"
+    above: list[str] = []
+    for method in [method for method, kinds in ran.items() if kinds]:
+        head = ["| type | axis | what the check says |", "|---|---|---|"] if others[method] else []
+        listed = SAME if ran[method] == above else ", ".join(ran[method])
+        lines, above = textwrap.wrap(f"Types: {listed}.", 120, break_on_hyphens=False), ran[method]
+        parts += [f"## {method}: {METHODS[method]}", "\n".join(lines), "\n".join([*head, *others[method]])]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def written() -> dict[str, list[tuple[str, dict[str, str]]]]:
-    """Method -> its rows (type, cells) on the page as it is."""
+    """Return what the page says as it is: method -> its types, with the text of each axis; "" for equal."""
     found: dict[str, list[tuple[str, dict[str, str]]]] = {}
+    kinds: list[str] = []
     text = PAGE.read_text() if PAGE.exists() else ""
-    messages = dict(re.findall(r"^(\d+)\. (.*)$", text.partition("## Messages")[2], re.MULTILINE))
-    for title, table in re.findall(r"^## (\w+): .*\n\n((?:\|.*\n)+)", text, re.MULTILINE):
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-        found[title] = [
-            (kind, {axis: "" if cell == "equal" else messages[cell.split("(")[1].rstrip(")")] for axis, cell in pairs})
-            for kind, *cells in rows
-            for pairs in [[*zip(AXES, cells, strict=True)]]
-        ]
+    for section in text.split("\n## ")[1:]:
+        method, types = section.partition(":")[0], re.search(r"^Types: ([^.]*)\.$", section, re.MULTILINE)
+        assert types is not None, f"{PAGE} does not list the types of {method}"
+        rows = re.findall(r"^\| (\w+) \| (\w+) \| (.*) \|$", section, re.MULTILINE)
+        said = {(kind, axis): text for kind, axis, text in rows}
+        kinds = kinds if types[1] == SAME else types[1].replace("\n", " ").split(", ")
+        found[method] = [(kind, {axis: said.get((kind, axis), "") for axis in AXES}) for kind in kinds]
     return found
 
 
 INTRODUCTION = f"""# What was proved: types of models, methods and axes
 
-`python tests/laws/proved.py` writes this page. For each cell, a toy model of a Hugging Face type (`model_type`) trains
-two steps on 2 ranks of the axis. "equal" means that losses, metrics, the norm and every gradient equal those of one
-process to 1e-10, in float64. The pipe axis runs 1F1B and a zero-bubble schedule, the data axis ZeRO stages 0 and 3.
-For a type without experts, the expert axis means two replicas. Types that a method's table does not list were not run
-with it.
+`python tests/laws/proved.py` writes this page. For each method, type (`model_type` of Hugging Face) and axis,
+a toy model trains two steps on 2 ranks of the axis. The axes are {", ".join(AXES[:-1])} and {AXES[-1]}. On each of
+them losses, metrics, the norm and every gradient equal those of one process to 1e-10, in float64; a table below a
+method has the exceptions, if there are any. The pipe axis runs 1F1B and a zero-bubble schedule, the data axis ZeRO
+stages 0 and 3. For a type without experts, the expert axis means two replicas. Types that a method does not list were
+not run with it.
 
 Other tests compare one process with transformers, torch and TRL ([Models](models.md),
 [Preferences](guides/preferences.md)), and run grids of several axes. To check your own model, run `triax check`
