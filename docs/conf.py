@@ -23,6 +23,8 @@ from sphinx.util.docutils import SphinxDirective
 from typer.core import TyperArgument, TyperGroup
 
 import triax
+from triax.base.foreign_tables import read_table
+from triax.cli.main import __file__ as command_line_file
 from triax.cli.main import app as command_line
 from triax.options.base import Options, hints_of, sections_in, walk
 from triax.options.engine import EngineOptions
@@ -212,6 +214,9 @@ class Commands(SphinxDirective):
         return self.parse_text_to_nodes(commands(), allow_section_headings=True)
 
 
+EXAMPLES = read_table(command_line_file, "examples.toml")
+
+
 def commands() -> str:
     """Return the entries of all commands as Markdown."""
     return "\n".join(_command("triax", typer.main.get_command(command_line)))
@@ -224,7 +229,7 @@ def _command(path: str, command: Any) -> Iterator[str]:
         return
     context = typer.Context(command, info_name=path)
     yield from (f"## {path}", "", "```text", f"{path} {' '.join(command.collect_usage_pieces(context))}", "```", "")
-    yield from (_escaped(command.help or ""), "")
+    yield from (_escaped(command.help or ""), "", "```text", f"$ {EXAMPLES[path.partition(' ')[2]]}", "```", "")
     rows = [_row(param, context) for param in command.params if not getattr(param, "hidden", False)]
     if rows:
         yield from ("| argument or option | default | |", "|---|---|---|", *rows, "")

@@ -79,7 +79,7 @@ def run_driven(options: LaunchOptions, program: LaunchedProgram, slots: Slots) -
             options,
             node_rank=node,
             nproc=str(len(chosen)),
-            np=None,
+            processes=None,
             hostfile="",
             include="",
             exclude="",
