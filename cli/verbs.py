@@ -51,7 +51,7 @@ def path_of(ctx: Any) -> str:
 
 
 # First words of a command that has another name now -> these words.
-NEW_COMMANDS = {
+NEW_COMMANDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("coordinator",): ("replicas", "coordinator"),
     ("drain",): ("replicas", "drain"),
     ("plan", "measure"): ("machine", "measure"),

@@ -122,7 +122,7 @@ def test_an_error_of_a_state_transfer_is_no_success(
     options: dict[str, int], fault: Callable[[Any], None], tmp_path: Path
 ) -> None:
     """A send that failed by it was taken for one that succeeded; now the sender ends with it."""
-    with coordinator(least=1) as address:
+    with coordinator(min_replicas=1) as address:
         common = {"pause": 0.05, "options": options, "steps": 10**6, "log": str(tmp_path / "log")}
         (a,) = start(tmp_path, "a", address, gather="a", after=1, fault=fault, **common)
         while not (tmp_path / "a.jsonl").exists() and a.is_alive():
