@@ -34,7 +34,7 @@ def config(
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON schema of configurations, for editors.")
     ] = False,
-    table: Annotated[bool, typer.Option("--table", help="Print the table of all keys, as in docs/config.md.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Print the table of all keys.")] = False,
 ) -> None:
     """Check a configuration, and print it with every default and all three batch sizes filled in."""
     if sum((file is not None, schema, table)) != 1:

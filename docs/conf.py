@@ -12,6 +12,7 @@ import inspect
 import re
 import types
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ import triax
 from triax.base.foreign_tables import read_table
 from triax.cli.main import __file__ as command_line_file
 from triax.cli.main import app as command_line
+from triax.compat.deepspeed.config.document import markdown as deepspeed_keys
+from triax.compat.deepspeed.ledger import markdown as deepspeed_names
 from triax.options.base import Options, hints_of, sections_in, walk
 from triax.options.engine import EngineOptions
 from triax.options.local_updates import AsyncDiLoCo, DiLoCo
 from triax.options.table import markdown
+from triax.train.sections import WHOLE, TrainingFile
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -73,6 +77,7 @@ def setup(sphinx: Sphinx) -> None:
     sphinx.add_directive("public-names", PublicNames)
     sphinx.add_directive("engine-options", EngineOptionTables)
     sphinx.add_directive("commands", Commands)
+    sphinx.add_directive("table-of", TableOf)
     sphinx.add_html_math_renderer("mathml", inline_renderers=(math, None), block_renderers=(math, None))
     sphinx.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon
     sphinx.connect("autodoc-process-docstring", join_names, priority=900)  # after it
@@ -204,6 +209,23 @@ def _section_table(kind: type[Options], path: str, sections: Collection[type[Opt
 
 
 # ------------------------------------------------------------------------------------------------ the commands
+
+
+class TableOf(SphinxDirective):
+    """A table that a function makes."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Parse the table in place of the directive."""
+        return self.parse_text_to_nodes(TABLES[self.arguments[0]]())
+
+
+TABLES = {
+    "training-keys": partial(markdown, TrainingFile, WHOLE),
+    "deepspeed-keys": deepspeed_keys,
+    "deepspeed-names": deepspeed_names,
+}
 
 
 class Commands(SphinxDirective):

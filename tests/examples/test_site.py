@@ -120,6 +120,13 @@ def test_every_engine_option_has_an_entry_in_the_docs() -> None:
             assert each.metadata["doc"].replace("|", "\\|") in entry, f"{owner.__name__}.{each.name}"
 
 
+def test_each_table_of_the_reference_stands_on_a_page() -> None:
+    pages = {name: DOCS / "reference" / f"{name}.md" for name in conf().TABLES}
+    for name, page in pages.items():
+        assert page.read_text(encoding="utf-8").endswith(f"```{{table-of}} {name}\n```\n")
+        assert re.match(r"\| \w+ \|.*\n\|---\|", conf().TABLES[name]())
+
+
 def test_every_command_and_option_has_an_entry_in_the_docs() -> None:
     """Compared with what the parser accepts, and with the help that it prints."""
     text = conf().commands()

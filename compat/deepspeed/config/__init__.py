@@ -8,6 +8,6 @@ checks.py: keys that contradict one another.
 to_options.py: ``parse_config``; the options that a configuration sets; ``batch_sizes``; notes.
 optimizer_names.py, optimizers.toml: optimizers by DeepSpeed's names and arguments, as triax's.
 elasticity.py: ``elasticity``: a batch size for many numbers of replicas.
-document.py: the configuration with all defaults, its JSON schema, and the table of keys in docs/config.md.
+document.py: the configuration with all defaults, its JSON schema, and the table of keys.
 dialect.py: keys of the configuration in a training file's section ``deepspeed``.
 """
