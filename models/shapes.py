@@ -37,8 +37,14 @@ def built_on_meta(
 @cache
 def parameter_count(config: TransformerConfig) -> int:
     """Return the number of parameters of a model, a tied one counted once."""
-    counts: dict[Any, int] = {}
-    for index, (spec, module) in enumerate(built_on_meta(config)):
-        key = spec.key if isinstance(spec, TiedLayerSpec) else index
-        counts[key] = sum(parameter.numel() for parameter in module.parameters())
-    return sum(counts.values())
+    count, classes = 0, dict[str, list[Any]]()  # key of a tie -> classes of its layers that are counted
+    for spec, module in built_on_meta(config):
+        tied: set[str] = set()
+        if isinstance(spec, TiedLayerSpec):
+            counted = classes.setdefault(spec.key, [])
+            if spec.cls in counted:
+                continue
+            tied = set(spec.tied_weight_attr) if counted else tied
+            counted.append(spec.cls)
+        count += sum(parameter.numel() for name, parameter in module.named_parameters() if name not in tied)
+    return count

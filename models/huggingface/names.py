@@ -97,7 +97,10 @@ class Repeated:
 
 @dataclass(frozen=True)
 class FolderName:
-    """Name of a tensor in a folder, and its name in a live model, under which it is read too."""
+    """Name of a tensor in a folder, and its name in a live model, under which it is read too.
+
+    Several are a tuple of such names, as of plain ones: tensors that are concatenated along dim 0.
+    """
 
     name: str
     live: str
@@ -138,7 +141,19 @@ def swapped(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*lengths[:-2], *lengths[:-3:-1])
 
 
-Pattern = str | tuple[str, ...] | Transposed | OneRow | PerExpert | PerHead | Fused | RowsOf | Repeated | FolderName
+Pattern = (
+    str
+    | tuple[str, ...]
+    | tuple[FolderName, ...]
+    | Transposed
+    | OneRow
+    | PerExpert
+    | PerHead
+    | Fused
+    | RowsOf
+    | Repeated
+    | FolderName
+)
 # triax's name -> Hugging Face's. {i} is the block's index, {n} the number of blocks, a final * both weight and bias.
 # A list has the form that is written, then another form that is read too.
 Names = Mapping[str, "Pattern | list[Pattern]"]
@@ -202,9 +217,10 @@ def _entry(
     if isinstance(form, Repeated):
         first, *again = (_written(name, ending, numbers) for name in (form.name, *form.again))
         return Entry((first,), other=other, again=tuple(again))
-    if isinstance(form, FolderName):
-        first, live = (_written(name, ending, numbers) for name in (form.name, form.live))
-        return Entry((first,), live=(live,), other=Entry((live,), other=other))
+    pairs = form if isinstance(form, tuple) else (form,)
+    if isinstance(pairs[0], FolderName):
+        written, live = zip(*((_written(n, ending, numbers) for n in (p.name, p.live)) for p in pairs), strict=True)
+        return Entry(written, live=live, other=Entry(live, other=other))
     transposed = isinstance(form, Transposed)
     if isinstance(form, OneRow):
         return Entry((_written(form.name, ending, numbers),), other=other, one_row=True)

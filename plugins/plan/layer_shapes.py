@@ -21,7 +21,7 @@ from torch import nn
 
 from ...grid.layout import Layout, layout_of
 from ...models.alibi import Alibi
-from ...models.attention import CausalAttention, SelfAttention
+from ...models.attention import ShardedAttention, SelfAttention
 from ...models.config import CONFIGS, AnyDecoderConfig, DeepseekConfig, TransformerConfig
 from ...models.decoder import Projection
 from ...models.deepseek import LatentOptions
@@ -244,7 +244,7 @@ def _block(
 
 def _attention(layer: Any) -> Attention:
     """Return the sizes of a block's attention."""
-    assert isinstance(layer, CausalAttention)
+    assert isinstance(layer, ShardedAttention)
     options, heads, keys = layer.options, layer.heads, layer.kv_heads
     rotated = options.rope.head_dim if isinstance(options.rope, Rope) else 0
     if isinstance(options, LatentOptions):

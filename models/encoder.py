@@ -1,0 +1,316 @@
+"""Encoders as lists of layers: BERT, RoBERTa (text) and ViT (images).
+
+Their blocks are the decoders' ``ResidualBlock``, in which each token attends to all tokens of its row. The first layer
+turns the fields of a microbatch into embeddings, and the last ones are a head for masked tokens or for classes:
+
+    TextEmbedding or ImageEmbedding -> EncoderBlock 0, ... -> (norm) -> MaskedTransform, head, or ClassificationHead
+
+BERT: Devlin et al. 2019, arXiv:1810.04805. RoBERTa: Liu et al. 2019, arXiv:1907.11692. ViT: Dosovitskiy et al. 2021,
+arXiv:2010.11929. Dropout acts on the embeddings, on the output of each branch and in front of the classes, and not on
+the attention probabilities.
+
+Shapes: B rows of T tokens, D the width, V the vocabulary, C the classes, t the tensor axis's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..base.uncompiled import uncompiled
+from ..context.dropout import dropout
+from ..context.order import shard
+from ..grid import Grid
+from ..grid.comm.regions import gather_split
+from ..grid.layout import Layout
+from ..grid.randomness.random import Constant, Normal, sharded_parameter
+from ..pipe.spec import LayerSpec, TiedLayerSpec
+from ..tensor_parallel.embedding import VocabParallelHead, check_ids
+from ..tensor_parallel.norm import LayerNorm
+from .attention import SelfAttention
+from .config import EncoderConfig
+from .layers import ACTIVATIONS, FinalLayerNorm, ResidualBlock, TokenEmbedding, normalized
+from .mlp import MLP, GatedMLP
+from .packed import attach, detach
+from .positions import PositionEmbedding
+from .replicated_linear import ReplicatedLinear
+
+_FIELDS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def encoder_layers(config: EncoderConfig, sequence_parallel: bool = False, attention: str = "ring") -> list[LayerSpec]:
+    """List the specs of an encoder's layers in order, for a ``PipelineModule``.
+
+    The inputs are ids (B, T), a dict of ``input_ids`` and, if wanted, ``attention_mask`` and ``token_type_ids``, each
+    (B, T), or ``(ids, documents)`` for packed rows; of an encoder of images, ``pixel_values`` (B, channels, height,
+    width), alone or in a dict. The outputs are logits (B, T, V / t), or (B, C) with ``head="classification"``.
+
+    >>> config = triax.models.EncoderConfig.preset("encoder-tiny")
+    >>> layers = triax.models.encoder_layers(config)
+    >>> loss_fn = triax.models.MaskedLMLoss(triax.Grid(), config.vocab_size)
+    >>> model = triax.PipelineModule(layers, loss_fn=loss_fn)
+    >>> ids, mask = torch.tensor([[1, 2, 3, 0]]), torch.tensor([[1, 1, 1, 0]])
+    >>> len(layers), model({"input_ids": ids, "attention_mask": mask}).shape
+    (5, torch.Size([1, 4, 256]))
+
+    Args:
+        config: the model's configuration.
+        sequence_parallel: keep on each tensor-parallel rank, between the layers, only its shard (B, T / t, D) of the
+            tokens. The tensor axis's size t must divide T.
+        attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``. It has no
+            effect on a grid with context=1.
+
+    Returns:
+        The specs. With ``tie_word_embeddings`` the output layer has the weight of the token embeddings.
+    """
+    common: dict[str, Any] = {"sequence_parallel": sequence_parallel}
+    width, masked = config.hidden_size, config.head == "masked_lm"
+    tied = partial(TiedLayerSpec, "embed") if masked and config.tie_word_embeddings else LayerSpec
+    blocks = [LayerSpec(EncoderBlock, config, attention=attention, **common)] * config.num_hidden_layers
+    before = config.norm_place == "before"
+    norm = [LayerSpec(FinalLayerNorm, width, config.norm_epsilon, **common)] * before
+    inits: dict[str, Any] = {"init": Normal(config.initializer_range), "bias_init": Constant(0.0)}
+    return [
+        LayerSpec(ImageEmbedding, config, **common) if config.image_size else tied(TextEmbedding, config, **common),
+        *blocks,
+        *norm,
+        *([LayerSpec(MaskedTransform, config, **common)] * masked),
+        tied(VocabParallelHead, width, config.vocab_size, True, **common, **inits)
+        if masked
+        else LayerSpec(ClassificationHead, config, **common),
+    ]
+
+
+class TextEmbedding(TokenEmbedding):
+    """Embeddings of tokens, token types and learned positions, with their norm and dropout: ids (B, T) -> (B, T, D).
+
+    The tokens of a row that ``attention_mask`` leaves out are a document of their own (``packed.py``), so that no other
+    token attends to them.
+
+    Args:
+        config: the model's configuration.
+        grid, sequence_parallel: as for ``TokenEmbedding``.
+
+    Attributes:
+        weight: (V / t, D).
+        types: (token types, D), whole on every tensor-parallel rank.
+        positions: the learned positions.
+        norm: LayerNorm, or None.
+
+    Raises:
+        ValueError: in forward, the inputs have another field, a row is padded on the left or within, or RoBERTa's
+            padding is among the tokens that are attended to.
+    """
+
+    def __init__(self, config: EncoderConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
+        init, width = Normal(config.initializer_range), config.hidden_size
+        common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
+        super().__init__(config.vocab_size, width, init=init, **common)
+        config.check_tensor(grid.tensor.size)
+        layout = Layout((config.type_vocab_size, width), partial=sequence_parallel and grid.tensor.size > 1)
+        self.types = sharded_parameter(layout, init, rank=0, size=1)
+        self.positions = PositionEmbedding(config, config.position_offset, **common)
+        self.norm = LayerNorm(width, config.norm_epsilon, **common) if config.norm_place == "sum" else None
+        self.dropout = dropout(config.dropout, grid, sequence_parallel)
+
+    def forward(self, inputs: Any) -> Any:
+        """Embed the tokens, the types and the positions; the inputs are those of ``encoder_layers``."""
+        ids, documents, types = _text_fields(inputs)
+        if self.positions.offset:
+            _check_padding(ids, documents, self.positions.offset - 1)
+        x, documents = detach(super().forward(attach(ids, documents)))
+        x = self.positions.added(x + self._of_types(types, x.shape[1]), documents)
+        return attach(self.dropout(normalized(x, self.norm)), documents)
+
+    def _of_types(self, types: Tensor | None, here: int) -> Tensor:
+        if types is None:
+            return self.types[0]
+        check_ids(types, len(self.types), "token type")
+        shards = self.axis.size if self.sequence_parallel else 1
+        own, start = shard(types, self.context, multiple=shards), here * self.axis.rank if shards > 1 else 0
+        return F.embedding(own[:, start : start + here], self.types)
+
+
+def _text_fields(inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the ids, the documents and the token types of a microbatch."""
+    if not isinstance(inputs, Mapping):
+        return *detach(inputs), None
+    if unknown := [name for name in inputs if name not in _FIELDS]:
+        raise ValueError(
+            f"the inputs have the field {unknown[0]!r}, but an encoder of text takes {', '.join(_FIELDS)}. Leave it "
+            "out, or give it to a layer of yours with takes."
+        )
+    mask = inputs.get("attention_mask")
+    if mask is not None:
+        _check_mask(mask, inputs["input_ids"])
+    return inputs["input_ids"], None if mask is None else (mask == 0).long(), inputs.get("token_type_ids")
+
+
+@uncompiled
+def _check_mask(mask: Tensor, ids: Tensor) -> None:
+    """Raise ValueError unless each row of a mask is ones, then zeros; the values are looked at on a CPU only."""
+    if mask.shape != ids.shape:
+        raise ValueError(
+            f"attention_mask is {tuple(mask.shape)}, but the ids are {tuple(ids.shape)}. Give a number each."
+        )
+    if mask.device.type != "cpu":
+        return
+    seen = mask != 0
+    wrong = ~seen[:, 0] | (seen[:, 1:] & ~seen[:, :-1]).any(1)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"row {row} of attention_mask is {mask[row].tolist()[:16]}, but a row has its tokens, then its padding. "
+            "Pad rows on the right."
+        )
+
+
+@uncompiled
+def _check_padding(ids: Tensor, documents: Tensor | None, padding: int) -> None:
+    """Raise ValueError if a token that is attended to is padding, which has no position; looked at on a CPU only."""
+    if ids.device.type != "cpu":
+        return
+    found = ids == padding
+    found &= True if documents is None else documents == 0
+    if bool(found.any()):
+        row, token = found.nonzero()[0].tolist()
+        raise ValueError(
+            f"token {token} of row {row} is {padding}, the padding, which has no position. Give attention_mask, with 0 "
+            "at the padding."
+        )
+
+
+class ImageEmbedding(nn.Module):
+    """Embeddings of the patches of images behind one of their class, with learned positions and dropout.
+
+    Args:
+        config: the model's configuration.
+        grid: the grid.
+        sequence_parallel: return on each tensor-parallel rank only its shard of the patches.
+
+    Attributes:
+        weight, bias: (D, channels, patch, patch) and (D,): the convolution of the patches.
+        cls: (1, D), embedding of the token whose last value is classified.
+        positions: the learned positions.
+
+    Shape:
+        (B, channels, height, width) -> (B, T, D), or (B, T / t, D); T is the number of patches and 1.
+
+    Raises:
+        ValueError: in forward, the images have another shape, or t does not divide T under sequence parallelism.
+    """
+
+    def __init__(self, config: EncoderConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.axis, self.patch, width = grid.tensor, config.patch_size, config.hidden_size
+        self.shape = config.num_channels, config.image_size, config.image_size
+        self.sequence_parallel = sequence_parallel and grid.tensor.size > 1
+        common: dict[str, Any] = {"rank": 0, "size": 1}
+        shapes = (width, config.num_channels, self.patch, self.patch), (width,), (1, width)
+        whole, bias, cls = (Layout(shape, partial=self.sequence_parallel) for shape in shapes)
+        self.weight = sharded_parameter(whole, Normal(config.initializer_range), **common)
+        self.bias = sharded_parameter(bias, Constant(0.0), **common)
+        self.cls = sharded_parameter(cls, Normal(config.initializer_range), **common)
+        self.positions = PositionEmbedding(config, grid=grid, sequence_parallel=sequence_parallel)
+
+    def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
+        """Embed the images, or those under ``pixel_values`` in a dict; the shapes are in the class's docstring."""
+        images = inputs["pixel_values"] if isinstance(inputs, Mapping) else inputs
+        if images.shape[1:] != self.shape:
+            raise ValueError(
+                f"the images are {tuple(images.shape)}, but the model takes (B, {', '.join(map(str, self.shape))})."
+            )
+        patches = F.conv2d(images, self.weight, self.bias, stride=self.patch).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls.expand(len(patches), 1, -1), patches], 1)
+        if self.sequence_parallel:
+            if x.shape[1] % self.axis.size:
+                raise ValueError(
+                    f"an image has {x.shape[1]} tokens, which tensor={self.axis.size} does not divide. Leave out "
+                    "sequence_parallel."
+                )
+            x = x.chunk(self.axis.size, dim=1)[self.axis.rank]
+        y: Tensor = self.positions(x)
+        return y
+
+
+class EncoderBlock(ResidualBlock):
+    """``ResidualBlock`` of an encoder: LayerNorms, attention to all tokens of a row, and an MLP.
+
+    Args:
+        config: the model's configuration.
+        grid, sequence_parallel: as for ``ResidualBlock``.
+        attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
+    """
+
+    def __init__(
+        self, config: EncoderConfig, *, grid: Grid, sequence_parallel: bool = False, attention: str = "ring"
+    ) -> None:
+        heads, mlp = config.num_attention_heads, GatedMLP if config.gated else MLP
+        biases = {"bias": config.qkv_bias, "out_bias": config.out_bias}
+        super().__init__(
+            config,
+            grid=grid,
+            sequence_parallel=sequence_parallel,
+            make_norm=LayerNorm,
+            make_attention=partial(
+                SelfAttention, config.hidden_size, heads, kind=attention, kv_heads=heads, causal=False, **biases
+            ),
+            make_mlp=partial(mlp, activation=config.hidden_act, bias=config.mlp_bias),
+            norm_place=config.norm_place,
+        )
+
+
+class MaskedTransform(nn.Module):
+    """Linear layer, activation and norm in front of the output layer for masked tokens: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, config: EncoderConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        width, self.activation = config.hidden_size, ACTIVATIONS[config.hidden_act]
+        common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
+        self.dense = ReplicatedLinear(width, width, True, init=Normal(config.initializer_range), **common)
+        self.norm = LayerNorm(width, config.norm_epsilon, **common)
+
+    def forward(self, x: Any) -> Tensor:
+        """Transform x, or the first of ``(x, documents)``."""
+        y: Tensor = self.norm(self.activation(self.dense(detach(x)[0])))
+        return y
+
+
+class ClassificationHead(nn.Module):
+    """Classes of each row, from its first token: (B, T, D), or (B, T / t, D), -> (B, C), equal on every rank.
+
+    Args:
+        config: the model's configuration.
+        grid: the grid.
+        sequence_parallel: the input is this rank's shard of the sequence.
+
+    Raises:
+        ValueError: the grid has a context axis.
+    """
+
+    def __init__(self, config: EncoderConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        if grid.context.size > 1:
+            raise ValueError(
+                f"the first token of a row, which is classified, is on one of context={grid.context.size} ranks. Use a "
+                "grid with context=1."
+            )
+        self.axis, self.sequence_parallel, width = grid.tensor, sequence_parallel, config.hidden_size
+        common: dict[str, Any] = {"grid": grid, "init": Normal(config.initializer_range)}
+        self.dense = ReplicatedLinear(width, width, True, **common) if config.pooler else None
+        self.dropout = dropout(config.dropout, grid, False)
+        self.out = ReplicatedLinear(width, config.num_labels, True, **common)
+
+    def forward(self, x: Any) -> Tensor:
+        """Compute the classes of x, or of the first of ``(x, documents)``."""
+        first = detach(x)[0][:, :1]
+        first = gather_split(first, self.axis, dim=1)[:, 0] if self.sequence_parallel else first[:, 0]
+        if self.dense is not None:
+            first = self.dropout(torch.tanh(self.dense(first)))
+        y: Tensor = self.out(first)
+        return y
