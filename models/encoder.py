@@ -26,7 +26,7 @@ from ..base.uncompiled import uncompiled
 from ..context.dropout import dropout
 from ..context.order import shard
 from ..grid import Grid
-from ..grid.comm.regions import gather_split
+from ..grid.comm.regions import gather_split, split_gather
 from ..grid.layout import Layout
 from ..grid.randomness.random import Constant, Normal, sharded_parameter
 from ..pipe.spec import LayerSpec, TiedLayerSpec
@@ -48,7 +48,7 @@ def encoder_layers(config: EncoderConfig, sequence_parallel: bool = False, atten
 
     The inputs are ids (B, T), a dict of ``input_ids`` and, if wanted, ``attention_mask`` and ``token_type_ids``, each
     (B, T), or ``(ids, documents)`` for packed rows; of an encoder of images, ``pixel_values`` (B, channels, height,
-    width), alone or in a dict. The outputs are logits (B, T, V / t), or (B, C) with ``head="classification"``.
+    width), alone or in a dict. The outputs are logits (B, T, V / t), or (B, C) with ``num_labels``.
 
     >>> config = triax.models.EncoderConfig.preset("encoder-tiny")
     >>> layers = triax.models.encoder_layers(config)
@@ -69,7 +69,7 @@ def encoder_layers(config: EncoderConfig, sequence_parallel: bool = False, atten
         The specs. With ``tie_word_embeddings`` the output layer has the weight of the token embeddings.
     """
     common: dict[str, Any] = {"sequence_parallel": sequence_parallel}
-    width, masked = config.hidden_size, config.head == "masked_lm"
+    width, masked = config.hidden_size, not config.num_labels
     tied = partial(TiedLayerSpec, "embed") if masked and config.tie_word_embeddings else LayerSpec
     blocks = [LayerSpec(EncoderBlock, config, attention=attention, **common)] * config.num_hidden_layers
     before = config.norm_place == "before"
@@ -111,7 +111,6 @@ class TextEmbedding(TokenEmbedding):
         init, width = Normal(config.initializer_range), config.hidden_size
         common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
         super().__init__(config.vocab_size, width, init=init, **common)
-        config.check_tensor(grid.tensor.size)
         layout = Layout((config.type_vocab_size, width), partial=sequence_parallel and grid.tensor.size > 1)
         self.types = sharded_parameter(layout, init, rank=0, size=1)
         self.positions = PositionEmbedding(config, config.position_offset, **common)
@@ -146,42 +145,17 @@ def _text_fields(inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
             "out, or give it to a layer of yours with takes."
         )
     mask = inputs.get("attention_mask")
-    if mask is not None:
-        _check_mask(mask, inputs["input_ids"])
     return inputs["input_ids"], None if mask is None else (mask == 0).long(), inputs.get("token_type_ids")
-
-
-@uncompiled
-def _check_mask(mask: Tensor, ids: Tensor) -> None:
-    """Raise ValueError unless each row of a mask is ones, then zeros; the values are looked at on a CPU only."""
-    if mask.shape != ids.shape:
-        raise ValueError(
-            f"attention_mask is {tuple(mask.shape)}, but the ids are {tuple(ids.shape)}. Give a number each."
-        )
-    if mask.device.type != "cpu":
-        return
-    seen = mask != 0
-    wrong = ~seen[:, 0] | (seen[:, 1:] & ~seen[:, :-1]).any(1)
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"row {row} of attention_mask is {mask[row].tolist()[:16]}, but a row has its tokens, then its padding. "
-            "Pad rows on the right."
-        )
 
 
 @uncompiled
 def _check_padding(ids: Tensor, documents: Tensor | None, padding: int) -> None:
     """Raise ValueError if a token that is attended to is padding, which has no position; looked at on a CPU only."""
-    if ids.device.type != "cpu":
-        return
-    found = ids == padding
-    found &= True if documents is None else documents == 0
-    if bool(found.any()):
-        row, token = found.nonzero()[0].tolist()
+    padded = (ids == padding) & (True if documents is None else documents == 0)
+    if ids.device.type == "cpu" and bool(padded.any()):
         raise ValueError(
-            f"token {token} of row {row} is {padding}, the padding, which has no position. Give attention_mask, with 0 "
-            "at the padding."
+            f"{int(padded.sum())} tokens are {padding}, the padding, which has no position. Give attention_mask, with "
+            "0 at the padding."
         )
 
 
@@ -202,21 +176,24 @@ class ImageEmbedding(nn.Module):
         (B, channels, height, width) -> (B, T, D), or (B, T / t, D); T is the number of patches and 1.
 
     Raises:
-        ValueError: in forward, the images have another shape, or t does not divide T under sequence parallelism.
+        ValueError: the images have another shape in forward, or t does not divide T under sequence
+            parallelism.
     """
 
     def __init__(self, config: EncoderConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
         super().__init__()
-        self.axis, self.patch, width = grid.tensor, config.patch_size, config.hidden_size
+        self.axis, self.sequence_parallel, self.patch = grid.tensor, sequence_parallel, config.patch_size
         self.shape = config.num_channels, config.image_size, config.image_size
-        self.sequence_parallel = sequence_parallel and grid.tensor.size > 1
-        common: dict[str, Any] = {"rank": 0, "size": 1}
-        shapes = (width, config.num_channels, self.patch, self.patch), (width,), (1, width)
-        whole, bias, cls = (Layout(shape, partial=self.sequence_parallel) for shape in shapes)
-        self.weight = sharded_parameter(whole, Normal(config.initializer_range), **common)
-        self.bias = sharded_parameter(bias, Constant(0.0), **common)
-        self.cls = sharded_parameter(cls, Normal(config.initializer_range), **common)
-        self.positions = PositionEmbedding(config, grid=grid, sequence_parallel=sequence_parallel)
+        if sequence_parallel and config.max_position_embeddings % self.axis.size:
+            raise ValueError(
+                f"an image has {config.max_position_embeddings} tokens, which tensor={self.axis.size} does not divide. "
+                "Leave out sequence_parallel."
+            )
+        width, init, whole = config.hidden_size, Normal(config.initializer_range), {"rank": 0, "size": 1}
+        self.weight = sharded_parameter(Layout((width, config.num_channels, self.patch, self.patch)), init, **whole)
+        self.bias = sharded_parameter(Layout((width,)), Constant(0.0), **whole)
+        self.cls = sharded_parameter(Layout((1, width)), init, **whole)
+        self.positions = PositionEmbedding(config, grid=grid)
 
     def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Embed the images, or those under ``pixel_values`` in a dict; the shapes are in the class's docstring."""
@@ -226,16 +203,8 @@ class ImageEmbedding(nn.Module):
                 f"the images are {tuple(images.shape)}, but the model takes (B, {', '.join(map(str, self.shape))})."
             )
         patches = F.conv2d(images, self.weight, self.bias, stride=self.patch).flatten(2).transpose(1, 2)
-        x = torch.cat([self.cls.expand(len(patches), 1, -1), patches], 1)
-        if self.sequence_parallel:
-            if x.shape[1] % self.axis.size:
-                raise ValueError(
-                    f"an image has {x.shape[1]} tokens, which tensor={self.axis.size} does not divide. Leave out "
-                    "sequence_parallel."
-                )
-            x = x.chunk(self.axis.size, dim=1)[self.axis.rank]
-        y: Tensor = self.positions(x)
-        return y
+        x: Tensor = self.positions(torch.cat([self.cls.expand(len(patches), 1, -1), patches], 1))
+        return split_gather(x, self.axis, dim=1) if self.sequence_parallel else x
 
 
 class EncoderBlock(ResidualBlock):
@@ -251,14 +220,14 @@ class EncoderBlock(ResidualBlock):
         self, config: EncoderConfig, *, grid: Grid, sequence_parallel: bool = False, attention: str = "ring"
     ) -> None:
         heads, mlp = config.num_attention_heads, GatedMLP if config.gated else MLP
-        biases = {"bias": config.qkv_bias, "out_bias": config.out_bias}
+        options = {"bias": config.qkv_bias, "out_bias": config.out_bias, "window": config.sliding_window}
         super().__init__(
             config,
             grid=grid,
             sequence_parallel=sequence_parallel,
             make_norm=LayerNorm,
             make_attention=partial(
-                SelfAttention, config.hidden_size, heads, kind=attention, kv_heads=heads, causal=False, **biases
+                SelfAttention, config.hidden_size, heads, kind=attention, kv_heads=heads, causal=False, **options
             ),
             make_mlp=partial(mlp, activation=config.hidden_act, bias=config.mlp_bias),
             norm_place=config.norm_place,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from ..options.base import option
 from .config_base import TransformerConfig
@@ -38,11 +37,10 @@ class EncoderConfig(BiasFields, MLPFields):
     num_attention_heads: int = 12
     intermediate_size: int = option(3072, "Width of the MLP.", least=1)
     _: KW_ONLY
-    head: Literal["masked_lm", "classification"] = option(
-        "masked_lm", "Last layers: logits of each token, for masked tokens, or of num_labels classes for each row."
+    num_labels: int = option(
+        0, "Number of classes of a row, or of numbers; 0: logits of each token, for masked tokens.", least=0
     )
-    num_labels: int = option(2, "Number of classes, or of numbers, with head='classification'.", least=1)
-    pooler: bool = option(True, "A linear layer and tanh in front of the classes; without effect on another head.")
+    pooler: bool = option(True, "A linear layer and tanh in front of the classes, if there are any.")
     norm_place: Literal["before", "sum"] = option(
         "sum",
         "Norms are behind the sum of a branch and its input, and behind the embeddings (BERT), or before each branch "
@@ -71,19 +69,14 @@ class EncoderConfig(BiasFields, MLPFields):
                 f"num_attention_heads={heads} does not divide hidden_size={width}. Give, for example, "
                 f"hidden_size={width // heads * heads or heads}."
             )
-        if self.sliding_window is not None:
-            raise ValueError(f"sliding_window is {self.sliding_window}, which encoders lack. Leave it out.")
         if not self.image_size:
             return
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"patch_size={self.patch_size} does not divide image_size={self.image_size}. Give a divisor of it."
             )
-        if self.head == "masked_lm":
-            raise ValueError(
-                f"head is 'masked_lm', but image_size is {self.image_size}, and images have no tokens to predict. Give "
-                "head='classification', or image_size=0."
-            )
+        if not self.num_labels:
+            raise ValueError(f"num_labels is 0, but image_size is {self.image_size}. Give the classes of an image.")
         patches = (self.image_size // self.patch_size) ** 2
         self._set(vocab_size=1, type_vocab_size=1, max_position_embeddings=patches + 1, position_offset=0)
 
@@ -94,13 +87,9 @@ class EncoderConfig(BiasFields, MLPFields):
     @property
     def layer_count(self) -> int:
         """Number of entries in the model's list of layers: embedding, blocks, any norm, and one or two of the head."""
-        return self.num_hidden_layers + 2 + (self.norm_place == "before") + (self.head == "masked_lm")
+        return self.num_hidden_layers + 2 + (self.norm_place == "before") + (not self.num_labels)
 
     @property
     def residual_std(self) -> float:
         """Initial standard deviation of the last weight of each residual branch: that of all weights."""
         return self.initializer_range
-
-    def refuses_slices(self, experts: Mapping[str, Any] | None = None) -> str | None:
-        """Return the reason why a pipeline cannot cut sequences of the model, as for ``TransformerConfig``."""
-        return "is an encoder, whose tokens attend to later slices too"

@@ -96,8 +96,7 @@ MIXTRAL_PRESETS: Presets = {
 
 _BERT_LARGE = _shape(1024, 24, 16, intermediate_size=4096, dropout=0.1)
 _ROBERTA: dict[str, Any] = {"vocab_size": 50265, "layer_norm_eps": 1e-5, "type_vocab_size": 1, "position_offset": 2}
-_VIT: dict[str, Any] = {"image_size": 224, "norm_place": "before", "head": "classification", "num_labels": 1000}
-_VIT |= {"pooler": False}
+_VIT: dict[str, Any] = {"image_size": 224, "norm_place": "before", "num_labels": 1000, "pooler": False}
 
 # Devlin et al. 2019, arXiv:1810.04805, section 3; Liu et al. 2019, arXiv:1907.11692, table 9; Dosovitskiy et al. 2021,
 # arXiv:2010.11929, table 1; and the configurations released with the weights. The tiny ones

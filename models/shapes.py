@@ -37,14 +37,11 @@ def built_on_meta(
 @cache
 def parameter_count(config: TransformerConfig) -> int:
     """Return the number of parameters of a model, a tied one counted once."""
-    count, classes = 0, dict[str, list[Any]]()  # key of a tie -> classes of its layers that are counted
-    for spec, module in built_on_meta(config):
-        tied: set[str] = set()
-        if isinstance(spec, TiedLayerSpec):
-            counted = classes.setdefault(spec.key, [])
-            if spec.cls in counted:
-                continue
-            tied = set(spec.tied_weight_attr) if counted else tied
-            counted.append(spec.cls)
-        count += sum(parameter.numel() for name, parameter in module.named_parameters() if name not in tied)
-    return count
+    counts: dict[Any, int] = {}
+    for index, (spec, module) in enumerate(built_on_meta(config)):
+        for name, parameter in module.named_parameters():
+            place: Any = index
+            if isinstance(spec, TiedLayerSpec):  # layers of different classes share some parameters
+                place = (spec.key, None if name in spec.tied_weight_attr else spec.cls)
+            counts[place, name] = parameter.numel()
+    return sum(counts.values())

@@ -2,50 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from ..config import EncoderConfig
-from .family import COMMON, SIZES, Config, Family, Key, block_names, score_count
+from .dense_families import number_of
+from .family import COMMON, SIZES, Config, Family, Key, block_names, like, score_count
 from .names import FolderName, Names, OneRow
 from .sharding_plans import bert_plan, vit_plan
 
-_CLASSES = {"masked_lm": "MaskedLM", "classification": "SequenceClassification"}  # endings of transformers' classes
+_MASKED, _CLASSES = "ForMaskedLM", ("ForSequenceClassification", "ForImageClassification")  # transformers' classes
 _ACTS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
 
 # -------------------------------------------------------------------------------------------------- keys of config.json
 
-_TEXT_KEYS: dict[str, Key] = COMMON | {
-    "tie_word_embeddings": True,
-    "layer_norm_eps": 1e-12,
-    "type_vocab_size": 2,
-    "hidden_act": ("hidden_act", "gelu"),
-    "dropout": ("hidden_dropout_prob", 0.1),
-}
-_TEXT_ONLY: dict[str, tuple[Any, ...]] = {
-    "position_embedding_type": ("absolute",),
-    "is_decoder": (False,),
-    "add_cross_attention": (False,),
-    "classifier_dropout": (None,),
-    "tie_word_embeddings": (True,),
-}
-_IMAGE_KEYS: dict[str, Key] = {name: name for name in (*SIZES[2:], "intermediate_size")} | {
-    "initializer_range": 0.02,
-    "layer_norm_eps": 1e-12,
-    "hidden_act": ("hidden_act", "gelu"),
-    "dropout": ("hidden_dropout_prob", 0.0),
-    "qkv_bias": True,
-    "image_size": 224,
-    "patch_size": 16,
-    "num_channels": 3,
-}
+_TEXT_ONLY: dict[str, tuple[Any, ...]] = {"hidden_act": _ACTS, "position_embedding_type": ("absolute",)}
+_TEXT_ONLY |= {"tie_word_embeddings": (True,), "classifier_dropout": (None,)}
+_TEXT_ONLY |= dict.fromkeys(("is_decoder", "add_cross_attention"), (False,))
+_KEYS: dict[str, Key] = {"initializer_range": 0.02, "layer_norm_eps": 1e-12, "hidden_act": ("hidden_act", "gelu")}
+_TEXT_KEYS: dict[str, Key] = COMMON | _KEYS
+_TEXT_KEYS |= {"tie_word_embeddings": True, "type_vocab_size": 2, "dropout": ("hidden_dropout_prob", 0.1)}
+_IMAGE_KEYS: dict[str, Key] = {name: name for name in (*SIZES[2:], "intermediate_size")} | _KEYS
+_IMAGE_KEYS |= {"dropout": ("hidden_dropout_prob", 0.0), "qkv_bias": True}
+_IMAGE_KEYS |= {"image_size": 224, "patch_size": 16, "num_channels": 3}
 
 # -------------------------------------------------------------------------------------------------- names of parameters
 
 
-def _text_names(base: str, heads: Mapping[str, Names]) -> Callable[[Config], Names]:
-    """Return the function that makes BERT's table, whose base model has a name, with the names of its head."""
+def _text_names(base: str, masked: tuple[str, str, str], classes: tuple[str, str]) -> Callable[[Config], Names]:
+    """Return the function that makes the table of BERT's names.
+
+    Args:
+        base: name of the base model.
+        masked: names of the linear layer, the norm and the bias in front of the logits of masked tokens.
+        classes: names of the pooler and of the layer of the classes.
+    """
     at, ends = f"{base}.encoder.layer.{{i}}", f"{base}.embeddings"
     names: Names = {
         "layers.0.weight": f"{ends}.word_embeddings.weight",
@@ -62,40 +54,16 @@ def _text_names(base: str, heads: Mapping[str, Names]) -> Callable[[Config], Nam
             mlp__down=f"{at}.output.dense.*",
             post_norm2=f"{at}.output.LayerNorm.*",
         ),
-        "layers.{n+2}.weight": f"{ends}.word_embeddings.weight",  # tied
     }
-    return lambda config: _with_former_norms({**names, **heads[_head_of(config)]})
+    tied = {"layers.{n+2}.weight": f"{ends}.word_embeddings.weight", "layers.{n+2}.bias": masked[2]}
+    first, second = (f"layers.{{n+1}}.{part}.*" for part in ("dense", "norm"))
+    of_masked = {first: f"{masked[0]}.*", second: f"{masked[1]}.*", **tied}
+    of_classes = {first: f"{classes[0]}.*", "layers.{n+1}.out.*": f"{classes[1]}.*"}
+    return lambda config: {**names, **(of_classes if _labels_of(config) else of_masked)}
 
 
-def _with_former_norms(names: Names) -> Names:
-    """Return a table in which LayerNorms may also have the names of the first files, gamma and beta."""
-    table: dict[str, Any] = {}
-    for ours, theirs in names.items():
-        if str(theirs).endswith("LayerNorm.*"):
-            for ending, former in (("weight", "gamma"), ("bias", "beta")):
-                now = f"{theirs}".removesuffix("*")
-                table[ours.removesuffix("*") + ending] = [now + ending, now + former]
-        else:
-            table[ours] = theirs
-    return table
-
-
-_BERT_HEADS: dict[str, Names] = {
-    "masked_lm": {
-        "layers.{n+1}.dense.*": "cls.predictions.transform.dense.*",
-        "layers.{n+1}.norm.*": "cls.predictions.transform.LayerNorm.*",
-        "layers.{n+2}.bias": "cls.predictions.bias",
-    },
-    "classification": {"layers.{n+1}.dense.*": "bert.pooler.dense.*", "layers.{n+1}.out.*": "classifier.*"},
-}
-_ROBERTA_HEADS: dict[str, Names] = {
-    "masked_lm": {
-        "layers.{n+1}.dense.*": "lm_head.dense.*",
-        "layers.{n+1}.norm.*": "lm_head.layer_norm.*",
-        "layers.{n+2}.bias": "lm_head.bias",
-    },
-    "classification": {"layers.{n+1}.dense.*": "classifier.dense.*", "layers.{n+1}.out.*": "classifier.out_proj.*"},
-}
+_BERT_HEADS = ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias")
+_ROBERTA_HEADS = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias")
 
 
 def _of_vit(name: str, live: str) -> FolderName:
@@ -128,42 +96,33 @@ _VIT_NAMES: Names = {
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
-def _head_of(config: Config) -> str:
-    """Return the head of the class under ``architectures``."""
-    listed = config.get("architectures") or ["nothing"]
-    name = str(listed[0]).replace("ForImageClassification", "ForSequenceClassification")
-    head = next((head for head, ending in _CLASSES.items() if name.endswith(f"For{ending}")), None)
-    if head is None:
+def _labels_of(config: Config) -> int:
+    """Return the number of classes of the class under ``architectures``; 0 of one for masked tokens."""
+    listed = config.get("architectures")
+    name = str(listed[0]) if isinstance(listed, (list, tuple)) and listed else "nothing"
+    if not name.endswith((_MASKED, *_CLASSES)):
         raise ValueError(
-            f"architectures has {listed[0]}, but triax has encoders with the heads ForMaskedLM, "
-            "ForSequenceClassification and ForImageClassification. triax.parallelize shards the Hugging Face model "
-            "itself."
+            f"architectures has {name[:60]}, but triax has encoders of the classes {', '.join((_MASKED, *_CLASSES))}. "
+            "triax.parallelize shards the Hugging Face model itself."
         )
-    return head
+    return 0 if name.endswith(_MASKED) else score_count(config)
 
 
 def _read(config: Config) -> dict[str, Any]:
-    head = _head_of(config)
-    return {"head": head, **({"num_labels": score_count(config)} if head == "classification" else {})}
+    return {"num_labels": _labels_of(config)}
 
 
 def _write(prefix: str, config: EncoderConfig) -> dict[str, Any]:
-    ending = "ImageClassification" if config.image_size else _CLASSES[config.head]
-    names = {str(label): f"LABEL_{label}" for label in range(config.num_labels)}
-    labels = {"id2label": names, "label2id": {name: int(label) for label, name in names.items()}}
-    return {
-        "architectures": [f"{prefix}For{ending}"],
-        "attention_probs_dropout_prob": 0.0,
-        **(labels if config.head == "classification" else {}),
-    }
+    numbers = range(config.num_labels)
+    labels = {"id2label": {str(n): f"LABEL_{n}" for n in numbers}, "label2id": {f"LABEL_{n}": n for n in numbers}}
+    ending = _CLASSES[bool(config.image_size)] if numbers else _MASKED
+    return {"architectures": [prefix + ending], "attention_probs_dropout_prob": 0.0, **(labels if numbers else {})}
 
 
 def _roberta_read(config: Config) -> dict[str, Any]:
-    offset = config.get("pad_token_id", 1)
-    if type(offset) is not int or offset < 0:
-        raise ValueError(f"pad_token_id is {offset}, but positions count from it. Write its number, such as 1.")
-    longest = config["max_position_embeddings"] - offset - 1
-    return {**_read(config), "position_offset": offset + 1, "max_position_embeddings": longest}
+    offset = number_of(config, "pad_token_id", 1) + 1
+    longest = config["max_position_embeddings"] - offset
+    return {**_read(config), "position_offset": offset, "max_position_embeddings": longest}
 
 
 def _roberta_write(config: EncoderConfig) -> dict[str, Any]:
@@ -172,29 +131,27 @@ def _roberta_write(config: EncoderConfig) -> dict[str, Any]:
     return {**_write("Roberta", config), **written}
 
 
+_BERT = Family(
+    "Bert",
+    bert_plan,
+    EncoderConfig,
+    _text_names("bert", _BERT_HEADS, ("bert.pooler.dense", "classifier")),
+    _TEXT_KEYS,
+    only=_TEXT_ONLY,
+    read=_read,
+    write=partial(_write, "Bert"),
+    blocks=False,
+    unread=("bert.pooler.", "bert.embeddings.position_ids", "cls.predictions.decoder.", "cls.seq_relationship."),
+)
 ENCODERS: dict[str, Family] = {
-    "bert": Family(
-        "Bert",
-        bert_plan,
-        EncoderConfig,
-        _text_names("bert", _BERT_HEADS),
-        _TEXT_KEYS,
-        only={**_TEXT_ONLY, "hidden_act": _ACTS},
-        read=_read,
-        write=partial(_write, "Bert"),
-        blocks=False,
-        unread=("bert.pooler.", "bert.embeddings.position_ids", "cls.predictions.decoder.", "cls.seq_relationship."),
-    ),
-    "roberta": Family(
+    "bert": _BERT,
+    "roberta": like(
+        _BERT,
         "Roberta",
-        bert_plan,
-        EncoderConfig,
-        _text_names("roberta", _ROBERTA_HEADS),
-        _TEXT_KEYS,
-        only={**_TEXT_ONLY, "hidden_act": ("gelu",)},  # that of the head for masked tokens
+        names=_text_names("roberta", _ROBERTA_HEADS, ("classifier.dense", "classifier.out_proj")),
+        only={"hidden_act": ("gelu",)},  # that of the head for masked tokens
         read=_roberta_read,
         write=_roberta_write,
-        blocks=False,
         unread=("roberta.pooler.", "roberta.embeddings.position_ids", "lm_head.decoder."),
     ),
     "vit": Family(
@@ -203,8 +160,8 @@ ENCODERS: dict[str, Family] = {
         EncoderConfig,
         _VIT_NAMES,
         _IMAGE_KEYS,
-        flags={"norm_place": "before", "pooler": False},
-        only={"hidden_act": _ACTS},
+        {"norm_place": "before", "pooler": False},
+        {"hidden_act": _ACTS},
         read=_read,
         write=partial(_write, "ViT"),
         blocks=False,

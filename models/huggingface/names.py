@@ -141,19 +141,8 @@ def swapped(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*lengths[:-2], *lengths[:-3:-1])
 
 
-Pattern = (
-    str
-    | tuple[str, ...]
-    | tuple[FolderName, ...]
-    | Transposed
-    | OneRow
-    | PerExpert
-    | PerHead
-    | Fused
-    | RowsOf
-    | Repeated
-    | FolderName
-)
+Joined = tuple[str, ...] | tuple[FolderName, ...]
+Pattern = str | Joined | Transposed | OneRow | PerExpert | PerHead | Fused | RowsOf | Repeated | FolderName
 # triax's name -> Hugging Face's. {i} is the block's index, {n} the number of blocks, a final * both weight and bias.
 # A list has the form that is written, then another form that is read too.
 Names = Mapping[str, "Pattern | list[Pattern]"]

@@ -112,7 +112,8 @@ class _Folder:
         for file in files:
             opened = open_weights(file)
             for name in opened.keys():  # noqa: SIM118, it is not a mapping
-                if (own := text_name(kind, name)) is not None:
+                now = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+                if (own := text_name(kind, now)) is not None:  # the first files have the first names
                     self._files[own] = opened, name
                     self.shapes[own] = tuple(opened.get_slice(name).get_shape())
         self._quantized: set[str] = set()  # names of weights that lie in the files as blocks and scales

@@ -13,7 +13,9 @@ from torch import Tensor
 from support.encoder_models import CASES, Case, make, random_case, trained, wanted
 
 
-def require_equal(ranks: Any, folder: Path, cases: dict[str, Case], sizes: tuple[int, int, int], **options: Any) -> None:
+def require_equal(
+    ranks: Any, folder: Path, cases: dict[str, Case], sizes: tuple[int, int, int], **options: Any
+) -> None:
     """Compare a step on a grid with transformers', and the saved folder with the loaded one, bit for bit."""
     right: dict[str, dict[str, Any]] = {}
     for name, case in cases.items():

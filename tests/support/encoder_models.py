@@ -61,7 +61,7 @@ def random_case(seed: int) -> Case:
         patch = draw.randint(1, 4)
         options |= {"patch_size": patch, "image_size": patch * draw.randint(1, 4), "num_channels": draw.randint(1, 4)}
         return Case(kind, options | {"qkv_bias": draw.random() < 0.7})
-    options |= {"vocab_size": draw.randint(8, 90), "max_position_embeddings": draw.randint(14, 30)}
+    options |= {"vocab_size": draw.randint(8, 90), "max_position_embeddings": draw.randint(19, 30)}
     options |= {"type_vocab_size": draw.randint(1, 3), "hidden_dropout_prob": 0.0}
     return Case(kind, options | {"pad_token_id": draw.choice([0, 1, 5])})
 
@@ -152,7 +152,7 @@ def trained(
 def _trained(folder: Path, grid: Grid, stage: int, sequence_parallel: bool, schedule: str) -> dict[str, Any]:
     config = config_from_hf(folder / "model")
     assert isinstance(config, EncoderConfig)
-    masked, micro = config.head == "masked_lm", 2
+    masked, micro = not config.num_labels, 2
     kind: Any = "regression" if config.num_labels == 1 else "single_label_classification"
     gather = {"output_fn": lambda x: gather_logits(x, grid=grid, vocab_size=config.vocab_size)} if masked else {}
     module = PipelineModule(
