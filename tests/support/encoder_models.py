@@ -74,7 +74,7 @@ def make(case: Case) -> Any:
     cls = getattr(transformers, case.cls)
     torch.set_default_dtype(torch.float64)
     try:
-        model = cls(cls.config_class(**case.options)).eval()
+        model = cls(cls.config_class(**case.options, architectures=[case.cls])).eval()
     finally:
         torch.set_default_dtype(torch.float32)
     with torch.no_grad():
