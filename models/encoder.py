@@ -189,7 +189,8 @@ class ImageEmbedding(nn.Module):
                 f"an image has {config.max_position_embeddings} tokens, which tensor={self.axis.size} does not divide. "
                 "Leave out sequence_parallel."
             )
-        width, init, whole = config.hidden_size, Normal(config.initializer_range), {"rank": 0, "size": 1}
+        width, init = config.hidden_size, Normal(config.initializer_range)
+        whole: dict[str, Any] = {"rank": 0, "size": 1}
         self.weight = sharded_parameter(Layout((width, config.num_channels, self.patch, self.patch)), init, **whole)
         self.bias = sharded_parameter(Layout((width,)), Constant(0.0), **whole)
         self.cls = sharded_parameter(Layout((1, width)), init, **whole)
@@ -220,14 +221,20 @@ class EncoderBlock(ResidualBlock):
         self, config: EncoderConfig, *, grid: Grid, sequence_parallel: bool = False, attention: str = "ring"
     ) -> None:
         heads, mlp = config.num_attention_heads, GatedMLP if config.gated else MLP
-        options = {"bias": config.qkv_bias, "out_bias": config.out_bias, "window": config.sliding_window}
+        options: dict[str, Any] = {"bias": config.qkv_bias, "out_bias": config.out_bias, "causal": False}
         super().__init__(
             config,
             grid=grid,
             sequence_parallel=sequence_parallel,
             make_norm=LayerNorm,
             make_attention=partial(
-                SelfAttention, config.hidden_size, heads, kind=attention, kv_heads=heads, causal=False, **options
+                SelfAttention,
+                config.hidden_size,
+                heads,
+                kind=attention,
+                kv_heads=heads,
+                window=config.sliding_window,
+                **options,
             ),
             make_mlp=partial(mlp, activation=config.hidden_act, bias=config.mlp_bias),
             norm_place=config.norm_place,

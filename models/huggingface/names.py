@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 
@@ -206,14 +206,16 @@ def _entry(
     if isinstance(form, Repeated):
         first, *again = (_written(name, ending, numbers) for name in (form.name, *form.again))
         return Entry((first,), other=other, again=tuple(again))
-    pairs = form if isinstance(form, tuple) else (form,)
-    if isinstance(pairs[0], FolderName):
-        written, live = zip(*((_written(n, ending, numbers) for n in (p.name, p.live)) for p in pairs), strict=True)
-        return Entry(written, live=live, other=Entry(live, other=other))
+    folder = [each for each in (form if isinstance(form, tuple) else (form,)) if isinstance(each, FolderName)]
+    if folder:
+        own, live = (
+            tuple(_written(n, ending, numbers) for n in each) for each in zip(*map(astuple, folder), strict=True)
+        )
+        return Entry(own, live=live, other=Entry(live, other=other))
     transposed = isinstance(form, Transposed)
     if isinstance(form, OneRow):
         return Entry((_written(form.name, ending, numbers),), other=other, one_row=True)
-    several = (form.name,) if isinstance(form, Transposed) else (form,) if isinstance(form, str) else form
+    several: Any = (form.name,) if isinstance(form, Transposed) else (form,) if isinstance(form, str) else form
     return Entry(tuple(_written(name, ending, numbers) for name in several), transposed, other=other)
 
 

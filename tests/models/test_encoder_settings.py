@@ -57,7 +57,7 @@ def test_packed_texts_have_the_values_of_single_texts() -> None:
 def test_a_sliding_window_hides_tokens_on_both_sides() -> None:
     config = EncoderConfig.preset("encoder-tiny", sliding_window=3, num_hidden_layers=1)
     model, ids = module(config), rows(1)
-    layer = model.layers["1"].attention
+    layer: Any = model.layers["1"].attention
     q, k, v = torch.randn(3, 1, 4, 9, 8, dtype=torch.float64).unbind()
     near = (torch.arange(9)[:, None] - torch.arange(9)).abs() < 3
     same(layer.attend(q, k, v), F.scaled_dot_product_attention(q, k, v, attn_mask=near))
@@ -131,7 +131,8 @@ def test_classes_of_rows_over_a_context_axis_are_refused(ranks: Any) -> None:
 def test_generation_and_slices_of_an_encoder_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the model is an encoder, .*causal=False"):
         triax.init_inference(module(TINY))
-    assert module(TINY).layers["1"].attention.refuses_slices == "attends to later tokens too (causal=False)"
+    block: Any = module(TINY).layers["1"]
+    assert block.attention.refuses_slices == "attends to later tokens too (causal=False)"
 
 
 def test_training_files_and_plans_refuse_encoders(tmp_path: Path) -> None:

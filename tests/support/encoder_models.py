@@ -139,7 +139,7 @@ def by_their_names(gradients: dict[str, Tensor], config: dict[str, Any]) -> dict
 def trained(
     folders: list[str],
     sizes: tuple[int, int, int],
-    stage: int = 0,
+    stage: Any = 0,
     sequence_parallel: bool = False,
     context: int = 1,
     schedule: str = "1f1b",
@@ -149,19 +149,19 @@ def trained(
     return [_trained(Path(folder), grid, stage, sequence_parallel, schedule) for folder in folders]
 
 
-def _trained(folder: Path, grid: Grid, stage: int, sequence_parallel: bool, schedule: str) -> dict[str, Any]:
+def _trained(folder: Path, grid: Grid, stage: Any, sequence_parallel: bool, schedule: str) -> dict[str, Any]:
     config = config_from_hf(folder / "model")
     assert isinstance(config, EncoderConfig)
     masked, micro = not config.num_labels, 2
     kind: Any = "regression" if config.num_labels == 1 else "single_label_classification"
-    gather = {"output_fn": lambda x: gather_logits(x, grid=grid, vocab_size=config.vocab_size)} if masked else {}
+    whole = lambda x: gather_logits(x, grid=grid, vocab_size=config.vocab_size) if masked else x  # noqa: E731
     module = PipelineModule(
         load_hf(folder / "model", sequence_parallel=sequence_parallel),
         grid=grid,
         loss_fn=MaskedLMLoss(grid, config.vocab_size) if masked else ClassificationLoss(kind),
         device="meta",
         dtype=torch.float64,
-        **gather,
+        output_fn=whole,
     )
     engine = triax.Engine(
         module,
