@@ -208,6 +208,26 @@ class ImageEmbedding(nn.Module):
         return split_gather(x, self.axis, dim=1) if self.sequence_parallel else x
 
 
+class LayerScale(nn.Module):
+    """Learned factor of each channel, behind a branch (Touvron et al. 2021, arXiv:2103.17239): (B, T, D) -> (B, T, D).
+
+    Args:
+        value: initial value.
+        width: D.
+        epsilon: without effect; norms have one.
+        grid, sequence_parallel: as for norms.
+    """
+
+    def __init__(self, value: float, width: int, epsilon: float, *, grid: Grid, sequence_parallel: bool) -> None:
+        super().__init__()
+        layout = Layout((width,), partial=sequence_parallel and grid.tensor.size > 1)
+        self.weight = sharded_parameter(layout, Constant(value), rank=0, size=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return x * self.weight
+
+
 class EncoderBlock(ResidualBlock):
     """``ResidualBlock`` of an encoder: LayerNorms, attention to all tokens of a row, and an MLP.
 
@@ -237,7 +257,8 @@ class EncoderBlock(ResidualBlock):
                 **options,
             ),
             make_mlp=partial(mlp, activation=config.hidden_act, bias=config.mlp_bias),
-            norm_place=config.norm_place,
+            make_post_norm=partial(LayerScale, config.layer_scale) if config.layer_scale else None,
+            norm_place="both" if config.layer_scale else config.norm_place,
         )
 
 
@@ -258,7 +279,9 @@ class MaskedTransform(nn.Module):
 
 
 class ClassificationHead(nn.Module):
-    """Classes of each row, from its first token: (B, T, D), or (B, T / t, D), -> (B, C), equal on every rank.
+    """Classes of each row, from its first token, with ``mean_pool`` also from the mean of its other tokens.
+
+    The input is (B, T, D), or (B, T / t, D) under sequence parallelism, and the output (B, C), equal on every rank.
 
     Args:
         config: the model's configuration.
@@ -279,13 +302,14 @@ class ClassificationHead(nn.Module):
         self.axis, self.sequence_parallel, width = grid.tensor, sequence_parallel, config.hidden_size
         common: dict[str, Any] = {"grid": grid, "init": Normal(config.initializer_range)}
         self.dense = ReplicatedLinear(width, width, True, **common) if config.pooler else None
-        self.dropout = dropout(config.dropout, grid, False)
-        self.out = ReplicatedLinear(width, config.num_labels, True, **common)
+        self.dropout, self.mean_pool = dropout(config.dropout, grid, False), config.mean_pool
+        self.out = ReplicatedLinear(2 * width if config.mean_pool else width, config.num_labels, True, **common)
 
     def forward(self, x: Any) -> Tensor:
         """Compute the classes of x, or of the first of ``(x, documents)``."""
-        first = detach(x)[0][:, :1]
-        first = gather_split(first, self.axis, dim=1)[:, 0] if self.sequence_parallel else first[:, 0]
+        tokens = detach(x)[0] if self.mean_pool else detach(x)[0][:, :1]
+        tokens = gather_split(tokens, self.axis, dim=1) if self.sequence_parallel else tokens
+        first = torch.cat([tokens[:, 0], tokens[:, 1:].mean(1)], -1) if self.mean_pool else tokens[:, 0]
         if self.dense is not None:
             first = self.dropout(torch.tanh(self.dense(first)))
         y: Tensor = self.out(first)

@@ -46,6 +46,10 @@ class EncoderConfig(BiasFields, MLPFields):
         "Norms are behind the sum of a branch and its input, and behind the embeddings (BERT), or before each branch "
         "and before the head (ViT).",
     )
+    layer_scale: float = option(
+        0.0, "Initial value of a learned factor of each channel of a branch's output (DINOv2); 0: none.", least=0.0
+    )
+    mean_pool: bool = option(False, "Classes are of the first token and the mean of the others, side by side (DINOv2).")
     layer_norm_eps: float = option(1e-12, "Epsilon of each LayerNorm.")
     type_vocab_size: int = option(2, "Number of token types, such as the first and the second text.", least=1)
     position_offset: int = option(
@@ -69,6 +73,8 @@ class EncoderConfig(BiasFields, MLPFields):
                 f"num_attention_heads={heads} does not divide hidden_size={width}. Give, for example, "
                 f"hidden_size={width // heads * heads or heads}."
             )
+        if self.layer_scale and self.norm_place != "before":
+            raise ValueError(f"layer_scale is {self.layer_scale}, which needs norm_place='before'. Give both.")
         if not self.image_size:
             return
         if self.image_size % self.patch_size:

@@ -66,31 +66,45 @@ _BERT_HEADS = ("cls.predictions.transform.dense", "cls.predictions.transform.Lay
 _ROBERTA_HEADS = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias")
 
 
-def _of_vit(name: str, live: str) -> FolderName:
-    return FolderName(f"vit.encoder.layer.{{i}}.{name}.*", f"vit.layers.{{i}}.{live}.*")
+def _image_names(base: str, live: str, norms: tuple[str, str], mlp: tuple[str, str]) -> Names:
+    """Return the table of ViT's names.
 
+    Args:
+        base: name of the base model.
+        live: name of its list of blocks in a live model; in a folder it is ``encoder.layer``.
+        norms, mlp: names of the norms of a block, and of its linear layers, in a folder.
+    """
 
-_VIT = "vit.embeddings"
-_VIT_NAMES: Names = {
-    "layers.0.weight": f"{_VIT}.patch_embeddings.projection.weight",
-    "layers.0.bias": f"{_VIT}.patch_embeddings.projection.bias",
-    "layers.0.cls": OneRow(f"{_VIT}.cls_token"),
-    "layers.0.positions.weight": OneRow(f"{_VIT}.position_embeddings"),
-    **block_names(
-        1,
-        norm1=_of_vit("layernorm_before", "layernorm_before"),
-        attention__q=_of_vit("attention.attention.query", "attention.q_proj"),
-        attention__kv=(
-            _of_vit("attention.attention.key", "attention.k_proj"),
-            _of_vit("attention.attention.value", "attention.v_proj"),
+    def of_block(name: str, now: str) -> FolderName:
+        return FolderName(f"{base}.encoder.layer.{{i}}.{name}.*", f"{base}.{live}.{{i}}.{now}.*")
+
+    own = "attention.attention"
+    return {
+        "layers.0.weight": f"{base}.embeddings.patch_embeddings.projection.weight",
+        "layers.0.bias": f"{base}.embeddings.patch_embeddings.projection.bias",
+        "layers.0.cls": OneRow(f"{base}.embeddings.cls_token"),
+        "layers.0.positions.weight": OneRow(f"{base}.embeddings.position_embeddings"),
+        **block_names(
+            1,
+            norm1=of_block(norms[0], norms[0]),
+            attention__q=of_block(f"{own}.query", "attention.q_proj"),
+            attention__kv=(of_block(f"{own}.key", "attention.k_proj"), of_block(f"{own}.value", "attention.v_proj")),
+            attention__out=of_block("attention.output.dense", "attention.o_proj"),
+            norm2=of_block(norms[1], norms[1]),
+            mlp__up=of_block(mlp[0], "mlp.fc1"),
+            mlp__down=of_block(mlp[1], "mlp.fc2"),
         ),
-        attention__out=_of_vit("attention.output.dense", "attention.o_proj"),
-        norm2=_of_vit("layernorm_after", "layernorm_after"),
-        mlp__up=_of_vit("intermediate.dense", "mlp.fc1"),
-        mlp__down=_of_vit("output.dense", "mlp.fc2"),
-    ),
-    "layers.{n+1}.*": "vit.layernorm.*",
-    "layers.{n+2}.out.*": "classifier.*",
+        "layers.{n+1}.*": f"{base}.layernorm.*",
+        "layers.{n+2}.out.*": "classifier.*",
+    }
+
+
+_VIT_NAMES = _image_names(
+    "vit", "layers", ("layernorm_before", "layernorm_after"), ("intermediate.dense", "output.dense")
+)
+_DINO = _image_names("dinov2", "encoder.layer", ("norm1", "norm2"), ("mlp.fc1", "mlp.fc2"))
+_DINO_NAMES = _DINO | {
+    f"layers.{{i+1}}.post_norm{n}.weight": f"dinov2.encoder.layer.{{i}}.layer_scale{n}.lambda1" for n in (1, 2)
 }
 
 # ------------------------------------------------------------------------------------------------------------- settings
@@ -131,6 +145,11 @@ def _roberta_write(config: EncoderConfig) -> dict[str, Any]:
     return {**_write("Roberta", config), **written}
 
 
+def _dino_write(config: EncoderConfig) -> dict[str, Any]:
+    written = {"mlp_ratio": config.intermediate_size // config.hidden_size, "use_mask_token": False}
+    return {**_write("Dinov2", config), **written}
+
+
 _BERT = Family(
     "Bert",
     bert_plan,
@@ -143,6 +162,19 @@ _BERT = Family(
     blocks=False,
     unread=("bert.pooler.", "bert.embeddings.position_ids", "cls.predictions.decoder.", "cls.seq_relationship."),
 )
+_VIT = Family(
+    "ViT",
+    vit_plan,
+    EncoderConfig,
+    _VIT_NAMES,
+    _IMAGE_KEYS,
+    {"norm_place": "before", "pooler": False},
+    {"hidden_act": _ACTS},
+    read=_read,
+    write=partial(_write, "ViT"),
+    blocks=False,
+    unread=("vit.pooler.",),
+)
 ENCODERS: dict[str, Family] = {
     "bert": _BERT,
     "roberta": like(
@@ -154,17 +186,21 @@ ENCODERS: dict[str, Family] = {
         write=_roberta_write,
         unread=("roberta.pooler.", "roberta.embeddings.position_ids", "lm_head.decoder."),
     ),
-    "vit": Family(
-        "ViT",
-        vit_plan,
-        EncoderConfig,
-        _VIT_NAMES,
-        _IMAGE_KEYS,
-        {"norm_place": "before", "pooler": False},
-        {"hidden_act": _ACTS},
-        read=_read,
-        write=partial(_write, "ViT"),
-        blocks=False,
-        unread=("vit.pooler.",),
+    "vit": _VIT,
+    "dinov2": like(
+        _VIT,
+        "Dinov2",
+        plan=None,
+        names=_DINO_NAMES,
+        keys={"layer_norm_eps": 1e-6, "patch_size": 14, "layer_scale": ("layerscale_value", 1.0)}
+        | {"intermediate_size": None},
+        flags={"mean_pool": True},
+        only={"use_swiglu_ffn": (False,), "drop_path_rate": (0.0, 0), "hidden_dropout_prob": (0.0, 0)},
+        read=lambda config: {
+            **_read(config),
+            "intermediate_size": number_of(config, "mlp_ratio", 4) * config["hidden_size"],
+        },
+        write=_dino_write,
+        unread=("dinov2.embeddings.mask_token",),
     ),
 }

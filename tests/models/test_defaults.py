@@ -135,6 +135,8 @@ MORE: dict[str, dict[str, Any]] = {
     "bert": {"architectures": ["BertForSequenceClassification"], "num_labels": 3, "layer_norm_eps": 1e-3},
     "roberta": {"architectures": ["RobertaForMaskedLM"], "pad_token_id": 4, "layer_norm_eps": 1e-3},
     "vit": {"architectures": ["ViTForImageClassification"], "num_labels": 3, "image_size": 12, "patch_size": 3},
+    "dinov2": {"architectures": ["Dinov2ForImageClassification"], "num_labels": 3, "image_size": 12, "patch_size": 3}
+    | {"mlp_ratio": 3, "layerscale_value": 0.5},
     "mamba2": {"num_heads": 2, "state_size": 7, "n_groups": 2, "conv_kernel": 3, "use_bias": True}
     | {"use_conv_bias": False, "time_step_limit": [0.2, float("inf")]},
 }

@@ -33,12 +33,15 @@ class Case(NamedTuple):
 _SIZES: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 3}
 _TEXT = _SIZES | {"vocab_size": 61, "max_position_embeddings": 20, "hidden_dropout_prob": 0.0}
 _IMAGE = _SIZES | {"image_size": 8, "patch_size": 4, "num_labels": 5}
+_DINO = {key: value for key, value in _IMAGE.items() if key != "intermediate_size"}
+_DINO |= {"mlp_ratio": 2, "use_mask_token": False, "layerscale_value": 0.7}
 CASES = {
     "bert": Case("BertForMaskedLM", _TEXT),
     "bert-classes": Case("BertForSequenceClassification", _TEXT | {"num_labels": 3}),
     "roberta": Case("RobertaForMaskedLM", _TEXT | {"type_vocab_size": 1}),
     "roberta-classes": Case("RobertaForSequenceClassification", _TEXT | {"num_labels": 4}),
     "vit": Case("ViTForImageClassification", _IMAGE),
+    "dinov2": Case("Dinov2ForImageClassification", _DINO),
 }
 
 
@@ -57,9 +60,12 @@ def random_case(seed: int) -> Case:
         options["hidden_act"] = draw.choice(["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"])
     if "Classification" in kind:
         options["num_labels"] = draw.randint(1, 7)
-    if kind.startswith("ViT"):
+    if kind.endswith("ImageClassification"):
         patch = draw.randint(1, 4)
         options |= {"patch_size": patch, "image_size": patch * draw.randint(1, 4), "num_channels": draw.randint(1, 4)}
+        if kind.startswith("Dino"):
+            options |= _DINO | {"mlp_ratio": draw.randint(1, 3)} | options
+            del options["intermediate_size"]
         return Case(kind, options | {"qkv_bias": draw.random() < 0.7})
     options |= {"vocab_size": draw.randint(8, 90), "max_position_embeddings": draw.randint(19, 30)}
     options |= {"type_vocab_size": draw.randint(1, 3), "hidden_dropout_prob": 0.0}
@@ -89,7 +95,7 @@ def batch_of(config: Any) -> dict[str, Tensor]:
     draw = lambda high, *shape: torch.randint(high, shape, generator=generator)  # noqa: E731
     classes, name = config.num_labels, config.architectures[0]
     labels = torch.randn(ROWS, 1, generator=generator).double() if classes == 1 else draw(classes, ROWS)
-    if config.model_type == "vit":
+    if hasattr(config, "patch_size"):
         shape = (ROWS, config.num_channels, config.image_size, config.image_size)
         return {"pixel_values": torch.randn(shape, generator=generator).double(), "labels": labels}
     length, padding = 12, config.pad_token_id
