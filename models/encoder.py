@@ -1,4 +1,4 @@
-"""Encoders as lists of layers: BERT, RoBERTa (text) and ViT (images).
+"""Encoders as lists of layers: BERT and RoBERTa (text), ViT, DINOv2 and SigLIP (images).
 
 Their blocks are the decoders' ``ResidualBlock``, in which each token attends to all tokens of its row. The first layer
 turns the fields of a microbatch into embeddings, and the last ones are a head for masked tokens or for classes:
@@ -48,7 +48,8 @@ def encoder_layers(config: EncoderConfig, sequence_parallel: bool = False, atten
 
     The inputs are ids (B, T), a dict of ``input_ids`` and, if wanted, ``attention_mask`` and ``token_type_ids``, each
     (B, T), or ``(ids, documents)`` for packed rows; of an encoder of images, ``pixel_values`` (B, channels, height,
-    width), alone or in a dict. The outputs are logits (B, T, V / t), or (B, C) with ``num_labels``.
+    width), alone or in a dict. The outputs are logits (B, T, V / t), or (B, C) with ``num_labels``; of an encoder of
+    images without ``num_labels`` the features (B, T, D).
 
     >>> config = triax.models.EncoderConfig.preset("encoder-tiny")
     >>> layers = triax.models.encoder_layers(config)
@@ -69,7 +70,7 @@ def encoder_layers(config: EncoderConfig, sequence_parallel: bool = False, atten
         The specs. With ``tie_word_embeddings`` the output layer has the weight of the token embeddings.
     """
     common: dict[str, Any] = {"sequence_parallel": sequence_parallel}
-    width, masked = config.hidden_size, not config.num_labels
+    width, masked = config.hidden_size, config.predicts_masked
     tied = partial(TiedLayerSpec, "embed") if masked and config.tie_word_embeddings else LayerSpec
     blocks = [LayerSpec(EncoderBlock, config, attention=attention, **common)] * config.num_hidden_layers
     before = config.norm_place == "before"
@@ -82,7 +83,7 @@ def encoder_layers(config: EncoderConfig, sequence_parallel: bool = False, atten
         *([LayerSpec(MaskedTransform, config, **common)] * masked),
         tied(VocabParallelHead, width, config.vocab_size, True, **common, **inits)
         if masked
-        else LayerSpec(ClassificationHead, config, **common),
+        else LayerSpec(ClassificationHead if config.num_labels else Features, config, **common),
     ]
 
 
@@ -169,7 +170,7 @@ class ImageEmbedding(nn.Module):
 
     Attributes:
         weight, bias: (D, channels, patch, patch) and (D,): the convolution of the patches.
-        cls: (1, D), embedding of the token whose last value is classified.
+        cls: (1, D), embedding of the token in front of the patches, or None.
         positions: the learned positions.
 
     Shape:
@@ -193,7 +194,7 @@ class ImageEmbedding(nn.Module):
         whole: dict[str, Any] = {"rank": 0, "size": 1}
         self.weight = sharded_parameter(Layout((width, config.num_channels, self.patch, self.patch)), init, **whole)
         self.bias = sharded_parameter(Layout((width,)), Constant(0.0), **whole)
-        self.cls = sharded_parameter(Layout((1, width)), init, **whole)
+        self.cls = sharded_parameter(Layout((1, width)), init, **whole) if config.class_token else None
         self.positions = PositionEmbedding(config, grid=grid)
 
     def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
@@ -204,7 +205,8 @@ class ImageEmbedding(nn.Module):
                 f"the images are {tuple(images.shape)}, but the model takes (B, {', '.join(map(str, self.shape))})."
             )
         patches = F.conv2d(images, self.weight, self.bias, stride=self.patch).flatten(2).transpose(1, 2)
-        x: Tensor = self.positions(torch.cat([self.cls.expand(len(patches), 1, -1), patches], 1))
+        first = [] if self.cls is None else [self.cls.expand(len(patches), 1, -1)]
+        x: Tensor = self.positions(torch.cat([*first, patches], 1))
         return split_gather(x, self.axis, dim=1) if self.sequence_parallel else x
 
 
@@ -276,6 +278,18 @@ class MaskedTransform(nn.Module):
         """Transform x, or the first of ``(x, documents)``."""
         y: Tensor = self.norm(self.activation(self.dense(detach(x)[0])))
         return y
+
+
+class Features(nn.Module):
+    """Last layer of an encoder without a head: (B, T, D), or (B, T / t, D), -> (B, T, D), equal on every rank."""
+
+    def __init__(self, config: EncoderConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.axis, self.sequence_parallel = grid.tensor, sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gather the tokens of the tensor-parallel ranks."""
+        return gather_split(x, self.axis, dim=1) if self.sequence_parallel else x
 
 
 class ClassificationHead(nn.Module):

@@ -38,7 +38,10 @@ class EncoderConfig(BiasFields, MLPFields):
     intermediate_size: int = option(3072, "Width of the MLP.", least=1)
     _: KW_ONLY
     num_labels: int = option(
-        0, "Number of classes of a row, or of numbers; 0: logits of each token, for masked tokens.", least=0
+        0,
+        "Number of classes of a row, or of numbers; 0: logits of each token, for masked tokens, or, of an encoder of "
+        "images, the features of each token.",
+        least=0,
     )
     pooler: bool = option(True, "A linear layer and tanh in front of the classes, if there are any.")
     norm_place: Literal["before", "sum"] = option(
@@ -57,6 +60,7 @@ class EncoderConfig(BiasFields, MLPFields):
     )
     image_size: int = option(0, "Height and width of the images, in pixels; 0: the inputs are tokens.", least=0)
     patch_size: int = option(16, "Height and width of a patch, in pixels.", least=1)
+    class_token: bool = option(True, "A learned token stands before the patches; False: the patches alone (SigLIP).")
     num_channels: int = option(3, "Channels of the images.", least=1)
     qkv_bias: bool = True
     out_bias: bool = True
@@ -81,19 +85,24 @@ class EncoderConfig(BiasFields, MLPFields):
             raise ValueError(
                 f"patch_size={self.patch_size} does not divide image_size={self.image_size}. Give a divisor of it."
             )
-        if not self.num_labels:
-            raise ValueError(f"num_labels is 0, but image_size is {self.image_size}. Give the classes of an image.")
         patches = (self.image_size // self.patch_size) ** 2
-        self._set(vocab_size=1, type_vocab_size=1, max_position_embeddings=patches + 1, position_offset=0)
+        self._set(
+            vocab_size=1, type_vocab_size=1, max_position_embeddings=patches + self.class_token, position_offset=0
+        )
 
     @property
     def _unused(self) -> tuple[str, ...]:
         return ("vocab_size",) if self.image_size else ()
 
     @property
+    def predicts_masked(self) -> bool:
+        """True if the outputs are logits of tokens, for masked tokens."""
+        return not (self.num_labels or self.image_size)
+
+    @property
     def layer_count(self) -> int:
         """Number of entries in the model's list of layers: embedding, blocks, any norm, and one or two of the head."""
-        return self.num_hidden_layers + 2 + (self.norm_place == "before") + (not self.num_labels)
+        return self.num_hidden_layers + 2 + (self.norm_place == "before") + self.predicts_masked
 
     @property
     def residual_std(self) -> float:

@@ -8,11 +8,17 @@ from typing import Any
 
 from ..config import EncoderConfig
 from .dense_families import number_of
-from .family import COMMON, SIZES, Config, Family, Key, block_names, like, score_count
+from .family import COMMON, NO_DROPOUT, SIZES, Config, Family, Key, block_names, like, score_count
 from .names import FolderName, Names, OneRow
 from .sharding_plans import bert_plan, vit_plan
 
-_MASKED, _CLASSES = "ForMaskedLM", ("ForSequenceClassification", "ForImageClassification")  # transformers' classes
+# Endings of transformers' classes without classes of rows, and with them.
+_ENDINGS = {
+    **dict.fromkeys(("bert", "roberta"), ("ForMaskedLM", "ForSequenceClassification")),
+    "vit": ("", "ForImageClassification"),
+    "dinov2": ("Model", "ForImageClassification"),
+    "siglip_vision_model": ("Model", ""),
+}
 _ACTS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
 
 # -------------------------------------------------------------------------------------------------- keys of config.json
@@ -70,20 +76,20 @@ def _image_names(base: str, live: str, norms: tuple[str, str], mlp: tuple[str, s
     """Return the table of ViT's names.
 
     Args:
-        base: name of the base model.
+        base: name of the base model, with a dot, or empty.
         live: name of its list of blocks in a live model; in a folder it is ``encoder.layer``.
         norms, mlp: names of the norms of a block, and of its linear layers, in a folder.
     """
 
     def of_block(name: str, now: str) -> FolderName:
-        return FolderName(f"{base}.encoder.layer.{{i}}.{name}.*", f"{base}.{live}.{{i}}.{now}.*")
+        return FolderName(f"{base}encoder.layer.{{i}}.{name}.*", f"{base}{live}.{{i}}.{now}.*")
 
-    own = "attention.attention"
+    own, first = "attention.attention", f"{base}embeddings"
     return {
-        "layers.0.weight": f"{base}.embeddings.patch_embeddings.projection.weight",
-        "layers.0.bias": f"{base}.embeddings.patch_embeddings.projection.bias",
-        "layers.0.cls": OneRow(f"{base}.embeddings.cls_token"),
-        "layers.0.positions.weight": OneRow(f"{base}.embeddings.position_embeddings"),
+        "layers.0.weight": f"{first}.patch_embeddings.projection.weight",
+        "layers.0.bias": f"{first}.patch_embeddings.projection.bias",
+        "layers.0.cls": OneRow(f"{first}.cls_token"),
+        "layers.0.positions.weight": OneRow(f"{first}.position_embeddings"),
         **block_names(
             1,
             norm1=of_block(norms[0], norms[0]),
@@ -94,43 +100,67 @@ def _image_names(base: str, live: str, norms: tuple[str, str], mlp: tuple[str, s
             mlp__up=of_block(mlp[0], "mlp.fc1"),
             mlp__down=of_block(mlp[1], "mlp.fc2"),
         ),
-        "layers.{n+1}.*": f"{base}.layernorm.*",
+        "layers.{n+1}.*": f"{base}layernorm.*",
         "layers.{n+2}.out.*": "classifier.*",
     }
 
 
 _VIT_NAMES = _image_names(
-    "vit", "layers", ("layernorm_before", "layernorm_after"), ("intermediate.dense", "output.dense")
+    "vit.", "layers", ("layernorm_before", "layernorm_after"), ("intermediate.dense", "output.dense")
 )
-_DINO = _image_names("dinov2", "encoder.layer", ("norm1", "norm2"), ("mlp.fc1", "mlp.fc2"))
-_DINO_NAMES = _DINO | {
-    f"layers.{{i+1}}.post_norm{n}.weight": f"dinov2.encoder.layer.{{i}}.layer_scale{n}.lambda1" for n in (1, 2)
+
+
+def _dino_names(config: Config) -> Names:
+    base = "dinov2." if _labels_of(config) else ""
+    scales = {
+        f"layers.{{i+1}}.post_norm{n}.weight": f"{base}encoder.layer.{{i}}.layer_scale{n}.lambda1" for n in (1, 2)
+    }
+    return {**_image_names(base, "encoder.layer", ("norm1", "norm2"), ("mlp.fc1", "mlp.fc2")), **scales}
+
+
+_AT = "encoder.layers.{i}"
+_SIGLIP_NAMES: Names = {
+    "layers.0.weight": "embeddings.patch_embedding.weight",
+    "layers.0.bias": "embeddings.patch_embedding.bias",
+    "layers.0.positions.weight": "embeddings.position_embedding.weight",
+    **block_names(
+        1,
+        norm1=f"{_AT}.layer_norm1.*",
+        attention__q=f"{_AT}.self_attn.q_proj.*",
+        attention__kv=(f"{_AT}.self_attn.k_proj.*", f"{_AT}.self_attn.v_proj.*"),
+        attention__out=f"{_AT}.self_attn.out_proj.*",
+        norm2=f"{_AT}.layer_norm2.*",
+        mlp__up=f"{_AT}.mlp.fc1.*",
+        mlp__down=f"{_AT}.mlp.fc2.*",
+    ),
+    "layers.{n+1}.*": "post_layernorm.*",
 }
 
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
 def _labels_of(config: Config) -> int:
-    """Return the number of classes of the class under ``architectures``; 0 of one for masked tokens."""
-    listed = config.get("architectures")
+    """Return the number of classes of the class under ``architectures``; 0 of one for masked tokens, or features."""
+    listed, endings = config.get("architectures"), _ENDINGS[config["model_type"]]
     name = str(listed[0]) if isinstance(listed, (list, tuple)) and listed else "nothing"
-    if not name.endswith((_MASKED, *_CLASSES)):
+    if not any(ending and name.endswith(ending) for ending in endings):
+        known = " and ".join(filter(None, endings))
         raise ValueError(
-            f"architectures has {name[:60]}, but triax has encoders of the classes {', '.join((_MASKED, *_CLASSES))}. "
-            "triax.parallelize shards the Hugging Face model itself."
+            f"architectures has {name[:60]}, but of a {config['model_type']} triax has {known}. triax.parallelize "
+            "shards the Hugging Face model itself."
         )
-    return 0 if name.endswith(_MASKED) else score_count(config)
+    return score_count(config) if endings[1] and name.endswith(endings[1]) else 0
 
 
 def _read(config: Config) -> dict[str, Any]:
     return {"num_labels": _labels_of(config)}
 
 
-def _write(prefix: str, config: EncoderConfig) -> dict[str, Any]:
+def _write(kind: str, prefix: str, config: EncoderConfig) -> dict[str, Any]:
     numbers = range(config.num_labels)
     labels = {"id2label": {str(n): f"LABEL_{n}" for n in numbers}, "label2id": {f"LABEL_{n}": n for n in numbers}}
-    ending = _CLASSES[bool(config.image_size)] if numbers else _MASKED
-    return {"architectures": [prefix + ending], "attention_probs_dropout_prob": 0.0, **(labels if numbers else {})}
+    architecture = prefix + _ENDINGS[kind][bool(numbers)]
+    return {"architectures": [architecture], "attention_probs_dropout_prob": 0.0, **(labels if numbers else {})}
 
 
 def _roberta_read(config: Config) -> dict[str, Any]:
@@ -142,12 +172,12 @@ def _roberta_read(config: Config) -> dict[str, Any]:
 def _roberta_write(config: EncoderConfig) -> dict[str, Any]:
     rows = config.max_position_embeddings + config.position_offset
     written = {"pad_token_id": config.position_offset - 1, "max_position_embeddings": rows}
-    return {**_write("Roberta", config), **written}
+    return {**_write("roberta", "Roberta", config), **written}
 
 
 def _dino_write(config: EncoderConfig) -> dict[str, Any]:
     written = {"mlp_ratio": config.intermediate_size // config.hidden_size, "use_mask_token": False}
-    return {**_write("Dinov2", config), **written}
+    return {**_write("dinov2", "Dinov2", config), **written}
 
 
 _BERT = Family(
@@ -158,7 +188,7 @@ _BERT = Family(
     _TEXT_KEYS,
     only=_TEXT_ONLY,
     read=_read,
-    write=partial(_write, "Bert"),
+    write=partial(_write, "bert", "Bert"),
     blocks=False,
     unread=("bert.pooler.", "bert.embeddings.position_ids", "cls.predictions.decoder.", "cls.seq_relationship."),
 )
@@ -171,7 +201,7 @@ _VIT = Family(
     {"norm_place": "before", "pooler": False},
     {"hidden_act": _ACTS},
     read=_read,
-    write=partial(_write, "ViT"),
+    write=partial(_write, "vit", "ViT"),
     blocks=False,
     unread=("vit.pooler.",),
 )
@@ -191,7 +221,7 @@ ENCODERS: dict[str, Family] = {
         _VIT,
         "Dinov2",
         plan=None,
-        names=_DINO_NAMES,
+        names=_dino_names,
         keys={"layer_norm_eps": 1e-6, "patch_size": 14, "layer_scale": ("layerscale_value", 1.0)}
         | {"intermediate_size": None},
         flags={"mean_pool": True},
@@ -201,6 +231,18 @@ ENCODERS: dict[str, Family] = {
             "intermediate_size": number_of(config, "mlp_ratio", 4) * config["hidden_size"],
         },
         write=_dino_write,
-        unread=("dinov2.embeddings.mask_token",),
+        unread=("dinov2.embeddings.mask_token", "embeddings.mask_token"),
+    ),
+    "siglip_vision_model": like(
+        _VIT,
+        "SiglipVision",
+        plan=None,
+        names=_SIGLIP_NAMES,
+        keys={"layer_norm_eps": 1e-6, "hidden_act": ("hidden_act", "gelu_pytorch_tanh")}
+        | dict.fromkeys(("dropout", "qkv_bias")),
+        flags={"class_token": False},
+        only=NO_DROPOUT,
+        write=lambda config: {**_write("siglip_vision_model", "SiglipVision", config), "vision_use_head": False},
+        unread=("head.",),
     ),
 }

@@ -101,7 +101,7 @@ def test_token_types_beyond_the_table_are_refused() -> None:
     [
         ({"num_attention_heads": 5}, "num_attention_heads=5 does not divide hidden_size=32. Give, for example"),
         ({"image_size": 8, "patch_size": 3, "num_labels": 2}, "patch_size=3 does not divide image_size=8"),
-        ({"image_size": 8, "patch_size": 4}, "num_labels is 0, but image_size is 8"),
+        ({"layer_scale": 0.5}, "layer_scale is 0.5, which needs norm_place='before'"),
         ({"norm_place": "after"}, "norm_place"),
         ({"hidden_act": "tanh"}, "hidden_act"),
     ],
@@ -208,7 +208,7 @@ def folder_of(tmp_path: Path, case: str, **changes: Any) -> Path:
         (
             "bert",
             {"architectures": ["BertForTokenClassification"]},
-            "has BertForTokenClassification, but",
+            "has BertForTokenClassification, but of a bert triax has ForMaskedLM and ForSequenceClassification",
         ),
         ("bert", {"architectures": None}, "architectures has nothing, but"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key' is not impl"),
@@ -216,6 +216,8 @@ def folder_of(tmp_path: Path, case: str, **changes: Any) -> Path:
         ("bert", {"tie_word_embeddings": False}, "tie_word_embeddings=False is not implemented"),
         ("roberta", {"hidden_act": "relu"}, "hidden_act='relu' is not implemented, only with hidden_act='gelu'"),
         ("roberta", {"pad_token_id": None}, "pad_token_id is None, but must be a whole number"),
+        ("vit", {"architectures": ["ViTModel"]}, "has ViTModel, but of a vit triax has ForImageClassification"),
+        ("dinov2", {"use_swiglu_ffn": True}, "use_swiglu_ffn=True is not implemented"),
         ("vit", {"image_size": [8, 12]}, r"image_size is \[8, 12\], but must be of the type int"),
     ],
 )

@@ -42,6 +42,8 @@ CASES = {
     "roberta-classes": Case("RobertaForSequenceClassification", _TEXT | {"num_labels": 4}),
     "vit": Case("ViTForImageClassification", _IMAGE),
     "dinov2": Case("Dinov2ForImageClassification", _DINO),
+    "dinov2-features": Case("Dinov2Model", _DINO),
+    "siglip_vision_model": Case("SiglipVisionModel", _IMAGE | {"vision_use_head": False}),
 }
 
 
@@ -60,12 +62,14 @@ def random_case(seed: int) -> Case:
         options["hidden_act"] = draw.choice(["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"])
     if "Classification" in kind:
         options["num_labels"] = draw.randint(1, 7)
-    if kind.endswith("ImageClassification"):
+    if not kind.startswith(("Bert", "Roberta")):
         patch = draw.randint(1, 4)
         options |= {"patch_size": patch, "image_size": patch * draw.randint(1, 4), "num_channels": draw.randint(1, 4)}
         if kind.startswith("Dino"):
             options |= _DINO | {"mlp_ratio": draw.randint(1, 3)} | options
             del options["intermediate_size"]
+        if kind.startswith("Siglip"):
+            return Case(kind, options | {"vision_use_head": False})
         return Case(kind, options | {"qkv_bias": draw.random() < 0.7})
     options |= {"vocab_size": draw.randint(8, 90), "max_position_embeddings": draw.randint(19, 30)}
     options |= {"type_vocab_size": draw.randint(1, 3), "hidden_dropout_prob": 0.0}
@@ -97,6 +101,9 @@ def batch_of(config: Any) -> dict[str, Tensor]:
     labels = torch.randn(ROWS, 1, generator=generator).double() if classes == 1 else draw(classes, ROWS)
     if hasattr(config, "patch_size"):
         shape = (ROWS, config.num_channels, config.image_size, config.image_size)
+        if name.endswith("Model"):
+            tokens = (config.image_size // config.patch_size) ** 2 + (config.model_type == "dinov2")
+            labels = torch.randn(ROWS, tokens, config.hidden_size, generator=generator).double()
         return {"pixel_values": torch.randn(shape, generator=generator).double(), "labels": labels}
     length, padding = 12, config.pad_token_id
     ends = torch.tensor([12, 3, 7, 12, 1, 9, 5, 11])
@@ -118,7 +125,8 @@ def wanted(model: Any, folder: Path) -> dict[str, Any]:
     torch.save(batch, folder / "batch.pt")
     labels = batch.pop("labels")
     with exact(model):
-        logits = model(**batch).logits
+        outputs = model(**batch)
+    logits = outputs.last_hidden_state if type(model).__name__.endswith("Model") else outputs.logits
     if labels.is_floating_point():
         loss = F.mse_loss(logits, labels)
     else:
@@ -158,8 +166,8 @@ def trained(
 def _trained(folder: Path, grid: Grid, stage: Any, sequence_parallel: bool, schedule: str) -> dict[str, Any]:
     config = config_from_hf(folder / "model")
     assert isinstance(config, EncoderConfig)
-    masked, micro = not config.num_labels, 2
-    kind: Any = "regression" if config.num_labels == 1 else "single_label_classification"
+    masked, micro = config.predicts_masked, 2
+    kind: Any = "regression" if config.num_labels < 2 else "single_label_classification"
     whole = lambda x: gather_logits(x, grid=grid, vocab_size=config.vocab_size) if masked else x  # noqa: E731
     module = PipelineModule(
         load_hf(folder / "model", sequence_parallel=sequence_parallel),
