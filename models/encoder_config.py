@@ -85,10 +85,8 @@ class EncoderConfig(BiasFields, MLPFields):
             raise ValueError(
                 f"patch_size={self.patch_size} does not divide image_size={self.image_size}. Give a divisor of it."
             )
-        patches = (self.image_size // self.patch_size) ** 2
-        self._set(
-            vocab_size=1, type_vocab_size=1, max_position_embeddings=patches + self.class_token, position_offset=0
-        )
+        tokens = (self.image_size // self.patch_size) ** 2 + self.class_token
+        self._set(vocab_size=1, type_vocab_size=1, max_position_embeddings=tokens, position_offset=0)
 
     @property
     def _unused(self) -> tuple[str, ...]:

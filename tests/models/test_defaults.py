@@ -137,6 +137,7 @@ MORE: dict[str, dict[str, Any]] = {
     "vit": {"architectures": ["ViTForImageClassification"], "num_labels": 3, "image_size": 12, "patch_size": 3},
     "dinov2": {"architectures": ["Dinov2ForImageClassification"], "num_labels": 3, "image_size": 12, "patch_size": 3}
     | {"mlp_ratio": 3, "layerscale_value": 0.5},
+    "siglip_vision_model": {"architectures": ["SiglipVisionModel"], "image_size": 12, "patch_size": 3},
     "mamba2": {"num_heads": 2, "state_size": 7, "n_groups": 2, "conv_kernel": 3, "use_bias": True}
     | {"use_conv_bias": False, "time_step_limit": [0.2, float("inf")]},
 }
