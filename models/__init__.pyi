@@ -9,6 +9,7 @@ from .config import MixtralConfig as MixtralConfig
 from .config import TransformerConfig as TransformerConfig
 from .decoder import decoder_layers as decoder_layers
 from .deepseek import deepseek_layers as deepseek_layers
+from .encoder import classification_layers as classification_layers
 from .encoder import encoder_layers as encoder_layers
 from .encoder_losses import ClassificationLoss as ClassificationLoss
 from .encoder_losses import MaskedLMLoss as MaskedLMLoss

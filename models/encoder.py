@@ -14,7 +14,8 @@ Shapes: B rows of T tokens, D the width, V the vocabulary, C the classes, t the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -85,6 +86,29 @@ def encoder_layers(config: EncoderConfig, sequence_parallel: bool = False, atten
         if masked
         else LayerSpec(ClassificationHead if config.num_labels else Features, config, **common),
     ]
+
+
+def classification_layers(layers: Sequence[LayerSpec], num_labels: int) -> list[LayerSpec]:
+    """Return the layers of an encoder with a new head for classes of rows in place of its head.
+
+    The head's initial weights are drawn by the seed, those of a pooler too.
+
+    Args:
+        layers: what ``encoder_layers(config)`` returns, or ``load_hf`` of an encoder.
+        num_labels: number of classes.
+
+    Raises:
+        ValueError: the layers are no encoder's.
+    """
+    config = next((arg for spec in layers for arg in getattr(spec, "args", ()) if isinstance(arg, EncoderConfig)), None)
+    if config is None:
+        raise ValueError("the layers have no EncoderConfig. Give those of encoder_layers(config) or load_hf(folder).")
+    ours = replace(config, num_labels=num_labels)
+    kept = [
+        LayerSpec(spec.cls, *(ours if arg is config else arg for arg in spec.args), **spec.kwargs)  # tied no more
+        for spec in layers[: config.layer_count - 1 - config.predicts_masked]
+    ]
+    return [*kept, LayerSpec(ClassificationHead, ours, sequence_parallel=kept[0].kwargs["sequence_parallel"])]
 
 
 class TextEmbedding(TokenEmbedding):

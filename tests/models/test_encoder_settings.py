@@ -15,7 +15,7 @@ from torch import Tensor
 
 import triax
 from triax import Grid, PipelineModule
-from triax.models import ClassificationLoss, EncoderConfig, MaskedLMLoss, encoder_layers
+from triax.models import ClassificationLoss, EncoderConfig, MaskedLMLoss, classification_layers, encoder_layers
 from triax.models.huggingface.config import from_hf, to_hf
 from triax.models.shapes import built_on_meta
 from triax.testing.check import check
@@ -247,6 +247,32 @@ def test_the_first_bert_files_are_read_by_their_first_names(tmp_path: Path) -> N
     save_file(former | {"cls.predictions.decoder.weight": word + 1}, folder / "model.safetensors")
     with pytest.raises(ValueError, match="tie_word_embeddings=False is not implemented"):
         triax.load_hf(folder)
+
+
+@pytest.mark.parametrize("case", ["bert", "roberta", "dinov2-features"])
+def test_a_loaded_encoder_gets_a_head_for_other_classes(tmp_path: Path, case: str) -> None:
+    """transformers reads the folder that is written then, with the weights that were loaded and the new head."""
+    import transformers
+
+    model = make(CASES[case])
+    model.save_pretrained(tmp_path / "a")
+    found = PipelineModule(classification_layers(triax.load_hf(tmp_path / "a"), 4), dtype=torch.float64).eval()
+    triax.save_hf(found, tmp_path / "b")
+    written = json.loads((tmp_path / "b" / "config.json").read_text())
+    theirs, info = getattr(transformers, written["architectures"][0]).from_pretrained(
+        tmp_path / "b", output_loading_info=True, dtype=torch.float64
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    batch = batch_of(model.config)
+    batch.pop("labels")
+    same(found(batch), theirs.eval()(**batch).logits)
+    base, kept = theirs.base_model.state_dict(), getattr(model, model.base_model_prefix, model).state_dict()
+    assert all(torch.equal(base[name], weight) for name, weight in kept.items())
+
+
+def test_classes_of_other_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="the layers have no EncoderConfig"):
+        classification_layers(triax.gpt_layers(triax.GPTConfig.preset("bytes-tiny")), 2)
 
 
 def test_names_of_classes_go_with_a_model_to_its_next_folder(tmp_path: Path) -> None:
