@@ -457,10 +457,7 @@ def agreed_sizes(module: PipelineModule) -> tuple[int, int, int]:
     module.grid.world.all_reduce(most, op="max")
     count, fewest, vocab_size, acausal = most.tolist()
     if acausal:
-        raise ValueError(
-            "the model is an encoder, whose tokens attend to later ones (causal=False), so a text has no next token. "
-            "Call the model, or engine.eval_batch."
-        )
+        raise ValueError("the model is an encoder (causal=False), which has no next token. Call it for its outputs.")
     return count, (-fewest if fewest > -(2**62) else 0), vocab_size
 
 

@@ -165,10 +165,7 @@ def _text_fields(inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if not isinstance(inputs, Mapping):
         return *detach(inputs), None
     if unknown := [name for name in inputs if name not in _FIELDS]:
-        raise ValueError(
-            f"the inputs have the field {unknown[0]!r}, but an encoder of text takes {', '.join(_FIELDS)}. Leave it "
-            "out, or give it to a layer of yours with takes."
-        )
+        raise ValueError(f"an encoder of text takes {', '.join(_FIELDS)}, not the field {unknown[0]!r}. Leave it out.")
     mask = inputs.get("attention_mask")
     return inputs["input_ids"], None if mask is None else (mask == 0).long(), inputs.get("token_type_ids")
 
@@ -178,10 +175,7 @@ def _check_padding(ids: Tensor, documents: Tensor | None, padding: int) -> None:
     """Raise ValueError if a token that is attended to is padding, which has no position; looked at on a CPU only."""
     padded = (ids == padding) & (True if documents is None else documents == 0)
     if ids.device.type == "cpu" and bool(padded.any()):
-        raise ValueError(
-            f"{int(padded.sum())} tokens are {padding}, the padding, which has no position. Give attention_mask, with "
-            "0 at the padding."
-        )
+        raise ValueError(f"{int(padded.sum())} tokens are {padding}, padding without a position. Give attention_mask.")
 
 
 class ImageEmbedding(nn.Module):
@@ -210,10 +204,8 @@ class ImageEmbedding(nn.Module):
         self.axis, self.sequence_parallel, self.patch = grid.tensor, sequence_parallel, config.patch_size
         self.shape = config.num_channels, config.image_size, config.image_size
         if sequence_parallel and config.max_position_embeddings % self.axis.size:
-            raise ValueError(
-                f"an image has {config.max_position_embeddings} tokens, which tensor={self.axis.size} does not divide. "
-                "Leave out sequence_parallel."
-            )
+            tokens = f"the {config.max_position_embeddings} tokens of an image"
+            raise ValueError(f"tensor={self.axis.size} does not divide {tokens}. Leave out sequence_parallel.")
         width, init = config.hidden_size, Normal(config.initializer_range)
         whole: dict[str, Any] = {"rank": 0, "size": 1}
         self.weight = sharded_parameter(Layout((width, config.num_channels, self.patch, self.patch)), init, **whole)
@@ -225,9 +217,7 @@ class ImageEmbedding(nn.Module):
         """Embed the images, or those under ``pixel_values`` in a dict; the shapes are in the class's docstring."""
         images = inputs["pixel_values"] if isinstance(inputs, Mapping) else inputs
         if images.shape[1:] != self.shape:
-            raise ValueError(
-                f"the images are {tuple(images.shape)}, but the model takes (B, {', '.join(map(str, self.shape))})."
-            )
+            raise ValueError(f"an image is {tuple(images.shape[1:])}, but the model takes {self.shape}. Resize it.")
         patches = F.conv2d(images, self.weight, self.bias, stride=self.patch).flatten(2).transpose(1, 2)
         first = [] if self.cls is None else [self.cls.expand(len(patches), 1, -1)]
         x: Tensor = self.positions(torch.cat([*first, patches], 1))
@@ -334,8 +324,7 @@ class ClassificationHead(nn.Module):
         super().__init__()
         if grid.context.size > 1:
             raise ValueError(
-                f"the first token of a row, which is classified, is on one of context={grid.context.size} ranks. Use a "
-                "grid with context=1."
+                f"classes of rows need context=1, but the grid has context={grid.context.size}. Change it."
             )
         self.axis, self.sequence_parallel, width = grid.tensor, sequence_parallel, config.hidden_size
         common: dict[str, Any] = {"grid": grid, "init": Normal(config.initializer_range)}

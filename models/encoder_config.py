@@ -73,18 +73,16 @@ class EncoderConfig(BiasFields, MLPFields):
         super().__post_init__()
         heads, width = self.num_attention_heads, self.hidden_size
         if width % heads:
+            fits = width // heads * heads or heads
             raise ValueError(
-                f"num_attention_heads={heads} does not divide hidden_size={width}. Give, for example, "
-                f"hidden_size={width // heads * heads or heads}."
+                f"num_attention_heads={heads} does not divide hidden_size={width}. Give hidden_size={fits}."
             )
         if self.layer_scale and self.norm_place != "before":
             raise ValueError(f"layer_scale is {self.layer_scale}, which needs norm_place='before'. Give both.")
         if not self.image_size:
             return
         if self.image_size % self.patch_size:
-            raise ValueError(
-                f"patch_size={self.patch_size} does not divide image_size={self.image_size}. Give a divisor of it."
-            )
+            raise ValueError(f"patch_size={self.patch_size} does not divide image_size={self.image_size}. Change one.")
         tokens = (self.image_size // self.patch_size) ** 2 + self.class_token
         self._set(vocab_size=1, type_vocab_size=1, max_position_embeddings=tokens, position_offset=0)
 

@@ -140,8 +140,8 @@ def require_model_fits(
     tensor, expert = topology.size("tensor"), topology.expert
     if isinstance(model, EncoderConfig):
         raise ConfigError(
-            "model: an encoder trains on masked tokens or on classes, and a training file has next tokens: train it "
-            "with triax.Engine and triax.models.MaskedLMLoss or ClassificationLoss (docs/models.md, 'Encoders')"
+            "model: a training file has next tokens, and an encoder trains on masked tokens or on classes: train it "
+            "with triax.Engine (docs/models.md, 'Encoders')"
         )
     if sequence > model.max_position_embeddings:
         raise ConfigError(
