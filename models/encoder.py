@@ -179,7 +179,7 @@ def _check_padding(ids: Tensor, documents: Tensor | None, padding: int) -> None:
 
 
 class ImageEmbedding(nn.Module):
-    """Embeddings of the patches of images behind one of their class, with learned positions and dropout.
+    """Embeddings of the patches of images behind that of the class token, with learned positions and dropout.
 
     Args:
         config: the model's configuration.
@@ -192,11 +192,10 @@ class ImageEmbedding(nn.Module):
         positions: the learned positions.
 
     Shape:
-        (B, channels, height, width) -> (B, T, D), or (B, T / t, D); T is the number of patches and 1.
+        (B, channels, height, width) -> (B, T, D), or (B, T / t, D); T counts the patches and the class token.
 
     Raises:
-        ValueError: the images have another shape in forward, or t does not divide T under sequence
-            parallelism.
+        ValueError: in forward, the images have another shape; or t does not divide T under sequence parallelism.
     """
 
     def __init__(self, config: EncoderConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:

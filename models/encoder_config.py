@@ -83,6 +83,10 @@ class EncoderConfig(BiasFields, MLPFields):
             return
         if self.image_size % self.patch_size:
             raise ValueError(f"patch_size={self.patch_size} does not divide image_size={self.image_size}. Change one.")
+        if self.num_labels and not self.class_token:
+            raise ValueError(
+                f"num_labels is {self.num_labels}, which needs class_token=True. Give it, or num_labels=0."
+            )
         tokens = (self.image_size // self.patch_size) ** 2 + self.class_token
         self._set(vocab_size=1, type_vocab_size=1, max_position_embeddings=tokens, position_offset=0)
 

@@ -105,6 +105,10 @@ def test_token_types_beyond_the_table_are_refused() -> None:
     [
         ({"num_attention_heads": 5}, "num_attention_heads=5 does not divide hidden_size=32. Give hidden_size=30"),
         ({"image_size": 8, "patch_size": 3, "num_labels": 2}, "patch_size=3 does not divide image_size=8"),
+        (
+            {"image_size": 8, "patch_size": 4, "num_labels": 2, "class_token": False},
+            "num_labels is 2, which needs class_token=True",
+        ),
         ({"layer_scale": 0.5}, "layer_scale is 0.5, which needs norm_place='before'"),
         ({"norm_place": "after"}, "norm_place"),
         ({"hidden_act": "tanh"}, "hidden_act"),
