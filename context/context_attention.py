@@ -158,6 +158,9 @@ def _local_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores
             return _local_attention(q, k, v, replace(mask, documents=None, length=q.shape[2]), scores, sinks)
 
         return mask.documents.attend(attend, q, k, v)
+    if mask.documents is not None and replace(mask, documents=None).plain and sinks is None and scores.softcap is None:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.documents.mask(q.device), scale=scores.scale)
     if mask.plain and sinks is None and scores.softcap is None:
         grouped = k.shape[1] != q.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, scale=scores.scale, enable_gqa=grouped)

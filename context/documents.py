@@ -49,6 +49,7 @@ class Documents:
             )
         self.numbers = numbers
         self._groups: dict[torch.device, _GroupedDocuments] = {}
+        self._masks: dict[torch.device, Tensor] = {}
 
     def attend(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return causal attention within documents, (B, H, T, width).
@@ -66,6 +67,13 @@ class Documents:
             y = attend(*parts).transpose(1, 2).flatten(0, 1)  # (N L, H, width)
             outputs.append(y if group.held is None else y.index_select(0, group.held))
         return torch.cat(outputs).index_select(0, order).unflatten(0, (batch, length)).transpose(1, 2)
+
+    def mask(self, device: torch.device) -> Tensor:
+        """Return for each pair of tokens whether they are of one document, bool (B, 1, T, T). Kept for a device."""
+        if device not in self._masks:
+            numbers = self.numbers.to(device)
+            self._masks[device] = numbers[:, None, :, None] == numbers[:, None, None, :]
+        return self._masks[device]
 
     def _on(self, device: torch.device) -> _GroupedDocuments:
         if device not in self._groups:

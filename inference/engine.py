@@ -17,6 +17,7 @@ from ..engine.snapshot.load_weights import load_weights
 from ..grid import layout_of
 from ..grid.agreement.failure import all_or_none
 from ..grid.comm.equal_facts import same
+from ..models.attention import ShardedAttention
 from ..pipe.module import PipelineModule
 from .batching import Batcher, Request, Token
 from .beam_search import Beams, BeamSearch
@@ -443,14 +444,20 @@ def agreed_sizes(module: PipelineModule) -> tuple[int, int, int]:
     """Return (layers with a cache, positions, vocabulary size) of a model, equal on all ranks. Collective.
 
     The positions are the smallest number of any layer. A number is 0 if it is unknown.
+
+    Raises:
+        ValueError: the model is an encoder.
     """
     positions = [length for m in module.modules() if (length := getattr(m, "max_position_embeddings", None))]
     layers = module.layers_of(len(module.placement) - 1) if module.is_last else []
     weight = getattr(module.layers[str(layers[-1])], "weight", None) if layers else None
     vocab_size = layout_of(weight).shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else 0
-    most = torch.tensor([len(layers_with_cache(module)), -min(positions, default=2**62), vocab_size])
+    acausal = any(isinstance(m, ShardedAttention) and not m.options.causal for m in module.modules())
+    most = torch.tensor([len(layers_with_cache(module)), -min(positions, default=2**62), vocab_size, acausal])
     module.grid.world.all_reduce(most, op="max")
-    count, fewest, vocab_size = most.tolist()
+    count, fewest, vocab_size, acausal = most.tolist()
+    if acausal:
+        raise ValueError("the model is an encoder (causal=False), which has no next token. Call it for its outputs.")
     return count, (-fewest if fewest > -(2**62) else 0), vocab_size
 
 

@@ -1,4 +1,4 @@
-"""GPT, Llama and mixtures of experts as lists of layers: from a configuration to ``list[LayerSpec]``.
+"""GPT, Llama, mixtures of experts and encoders as lists of layers: from a configuration to ``list[LayerSpec]``.
 
 config.py: configurations; config_base.py: what all have; config_groups.py: their fields by group; without torch.
 shapes.py: the layers of a configuration on the meta device; number of parameters.
@@ -6,6 +6,8 @@ presets.py: the sizes of published models; rope_scaling.py: scalings of rotary p
 decoder.py: ``decoder_layers``, the one block and list of layers of all decoders but DeepSeek's.
 gpt.py, llama.py, mixtral.py: GPT, Llama and mixtures of experts, which are ``decoder.py`` with other defaults.
 deepseek.py: ``deepseek_layers``, the architecture of DeepSeek-V2 and DeepSeek-V3.
+encoder.py: ``encoder_layers``, BERT, ViT and others; encoder_config.py: their configuration, without torch.
+encoder_losses.py: losses of masked tokens and of classes.
 mtp.py: multi-token prediction of DeepSeek-V3, and its loss; replicated_linear.py: linear layer without shards.
 layers.py: layers that all models share: token embedding and head, residual block, final norm, loss.
 log_probs.py: ``LogProbsLoss``, losses of the labels' log-probabilities.

@@ -2,12 +2,17 @@ from .attention import SelfAttention as SelfAttention
 from .config import AnyDecoderConfig as AnyDecoderConfig
 from .config import DecoderConfig as DecoderConfig
 from .config import DeepseekConfig as DeepseekConfig
+from .config import EncoderConfig as EncoderConfig
 from .config import GPTConfig as GPTConfig
 from .config import LlamaConfig as LlamaConfig
 from .config import MixtralConfig as MixtralConfig
 from .config import TransformerConfig as TransformerConfig
 from .decoder import decoder_layers as decoder_layers
 from .deepseek import deepseek_layers as deepseek_layers
+from .encoder import classification_layers as classification_layers
+from .encoder import encoder_layers as encoder_layers
+from .encoder_losses import ClassificationLoss as ClassificationLoss
+from .encoder_losses import MaskedLMLoss as MaskedLMLoss
 from .gpt import GPTLoss as GPTLoss
 from .huggingface.pipeline_layers import CausalLMLoss as CausalLMLoss
 from .huggingface.pipeline_layers import hf_layers as hf_layers

@@ -1,4 +1,4 @@
-"""Causal self-attention, sharded by heads over the tensor axis: grouped queries, rotary positions, packed documents.
+"""Self-attention, sharded by heads over the tensor axis: grouped queries, rotary positions, packed documents.
 
 Query heads are sharded over the tensor-parallel ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3), unevenly if
 the number of ranks does not divide the number of heads. With grouped queries (Ainslie et al. 2023, arXiv:2305.13245)
@@ -13,7 +13,9 @@ state of the layer; the first row that holds:
 | a pipeline cuts sequences into slices | those of the slice | ``Slices.attend`` |
 | generation has a KV cache | the new ones | ``cache.attend``, which calls ``attend`` |
 | any rule but the causal one, or a context axis | this rank's part of the sequence | ``attend_in_parts`` |
-| none of these | from 0 | ``attend``: torch's causal kernel |
+| none of these | from 0 | ``attend``: torch's kernel |
+
+With ``causal=False``, in encoders, a token attends to all tokens of its row, or of its document.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ class _Way(NamedTuple):
     others: tuple[Tensor | None, ...] = ()
 
 
-class CausalAttention(nn.Module):
-    """Causal attention over this rank's heads: what follows the projections to queries, keys and values.
+class ShardedAttention(nn.Module):
+    """Attention over this rank's heads: what follows the projections to queries, keys and values.
 
     A subclass makes the projections: ``_project``, and the module ``out``.
 
@@ -93,13 +95,15 @@ class CausalAttention(nn.Module):
     @property
     def refuses_slices(self) -> str | None:
         """Reason why the layer cannot run slices of sequences; None if it can."""
+        if not self.options.causal:
+            return "attends to later tokens too (causal=False)"
         if self.sparsity is not None:
             return "has sparse attention (<sparse_attention>), whose blocks slices would cut"
         return None
 
     @property
     def _plain(self) -> bool:
-        """True if the options let a token see itself and all earlier tokens, and leave scores as they are."""
+        """True if the options leave scores as they are, and a token sees all tokens, or itself and all earlier ones."""
         options = self.options
         return all(rule is None for rule in (options.window, options.chunk, options.softcap, self.sinks))
 
@@ -121,7 +125,7 @@ class CausalAttention(nn.Module):
         self.sinks = sharded_parameter(layout, _ZERO, self.axis.rank, self.axis.size) if options.sinks else None
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Project x to q, k and v, attend causally and project the result back to width D.
+        """Project x to q, k and v, attend and project the result back to width D.
 
         Args:
             x: the normalized residual stream, (B, T, D), or this rank's part of its tokens.
@@ -174,8 +178,8 @@ class CausalAttention(nn.Module):
         Args:
             q: (B, heads, T, dim).
             k, v: (B, kv_heads, S, dim). Each key/value head is paired here with the query heads that use it.
-            mask: mask that is added to the scores, (B or 1, 1, T, S). If None, the mask is causal, so that each token
-                attends to itself and to earlier tokens, within ``window`` and ``chunk``.
+            mask: mask that is added to the scores, (B or 1, 1, T, S). If None, each token attends to itself and to
+                earlier tokens, or with ``causal=False`` to all tokens, within ``window`` and ``chunk``.
 
         Returns:
             (B, heads, T, dim).
@@ -189,8 +193,9 @@ class CausalAttention(nn.Module):
             # Elsewhere than on a CPU no fused kernel takes both a mask and fewer heads of k and v.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = k.shape[1] != q.shape[1]
+        causal = mask is None and self.options.causal
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.options.scale, enable_gqa=grouped
+            q, k, v, attn_mask=mask, is_causal=causal, scale=self.options.scale, enable_gqa=grouped
         )
 
     def attend_in_parts(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -211,6 +216,7 @@ class CausalAttention(nn.Module):
             *(q, k, v),
             grid=self.grid,
             kind=self.kind,
+            causal=options.causal,
             documents=documents,
             window=options.window,
             sparsity=self.sparsity,
@@ -256,8 +262,8 @@ class CausalAttention(nn.Module):
         raise NotImplementedError
 
 
-class SelfAttention(CausalAttention):
-    """Causal self-attention with the heads sharded over the tensor axis.
+class SelfAttention(ShardedAttention):
+    """Self-attention with the heads sharded over the tensor axis, causal unless the options say otherwise.
 
     Args:
         width: D, the width of the residual stream.
@@ -270,7 +276,7 @@ class SelfAttention(CausalAttention):
         kind: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
         changes: single options by keyword, such as ``kv_heads=2``, in place of those of ``options``.
 
-    Attributes, beside those of ``CausalAttention``:
+    Attributes, beside those of ``ShardedAttention``:
         qkv: fused projection without ``kv_heads``: (3 H dim, D), where q, k and v are each sharded by heads.
         q, kv: projections with ``kv_heads``: (H dim, D), sharded by heads, and (2 kv_heads dim, D), keys, then values.
         out: output projection, (D, H dim), sharded by heads.

@@ -14,6 +14,7 @@ from ..grid.ranges import check_units
 from ..options.base import option
 from .config_base import TransformerConfig, check_experts, whole_experts
 from .config_groups import Act, AttentionFields, EndFields, ExpertFields, Norm, PositionFields
+from .encoder_config import EncoderConfig
 from .presets import DEEPSEEK_PRESETS, GPT_PRESETS, LLAMA_PRESETS, MIXTRAL_PRESETS, Presets
 from .recurrent.sizes import sizes_from_fields
 from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, Scaling, YarnScaling
@@ -118,14 +119,12 @@ class AnyDecoderConfig(ExpertFields, AttentionFields, EndFields):
 
     def check_tensor(self, tensor: int) -> None:
         """Check that a tensor axis of size ``tensor`` can shard this model, as for ``TransformerConfig``."""
-        for name in (name for name in self.SHARDED if name not in self._unused):
-            check_units(name, getattr(self, name), 1, tensor)
+        super().check_tensor(tensor)
         if self.linear_attention is not None:
             check_units("heads of linear_attention", self.linear_attention.heads, 1, tensor)
 
     @property
     def _unused(self) -> tuple[str, ...]:
-        """Names of the sizes that no block has."""
         kinds = {self.type_of(layer) for layer in range(self.num_hidden_layers)}
         attention = ("num_attention_heads", "num_key_value_heads", "head_dim", "partial_rotary_factor")
         return (
@@ -407,7 +406,7 @@ _FORMER = {
 
 
 CONFIGS: dict[str, type[TransformerConfig]] = {
-    cls.__name__: cls for cls in (GPTConfig, LlamaConfig, DecoderConfig, MixtralConfig, DeepseekConfig)
+    cls.__name__: cls for cls in (GPTConfig, LlamaConfig, DecoderConfig, MixtralConfig, DeepseekConfig, EncoderConfig)
 }
 
 

@@ -140,8 +140,13 @@ class TransformerConfig(Declared):
         Raises:
             ValueError: the size exceeds a number of ``SHARDED``, such as the number of heads or the vocabulary.
         """
-        for name in self.SHARDED:
+        for name in (name for name in self.SHARDED if name not in self._unused):
             check_units(name, getattr(self, name), 1, tensor)
+
+    @property
+    def _unused(self) -> tuple[str, ...]:
+        """Names of the sizes that no layer has."""
+        return ()
 
     def refuses_slices(self, experts: Mapping[str, Any] | None = None) -> str | None:
         """Return the reason why a pipeline cannot cut sequences of the model into slices; None if it can.

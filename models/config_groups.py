@@ -108,11 +108,17 @@ class BlockFields(TransformerConfig):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class AttentionFields(TransformerConfig):
-    """Attention: biases, norms of queries and keys, scores."""
+class BiasFields(TransformerConfig):
+    """Biases of attention."""
 
     qkv_bias: bool = option(False, "Add biases to queries, keys and values, with initial value 0.")
     out_bias: bool = option(False, "Add a bias to the output of attention.")
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class AttentionFields(BiasFields):
+    """Attention: biases, norms of queries and keys, scores."""
+
     qk_norm: bool = option(False, "RMSNorm of each head of queries and keys, before the rotation.")
     qk_norm_all_heads: bool = option(
         False, "RMSNorm of all heads of the queries together, and of those of the keys (OLMoE)."

@@ -23,7 +23,7 @@ from ..options.base import REQUIRED, option
 from ..pipe.spec import LayerSpec
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import RMSNorm
-from .attention import CausalAttention
+from .attention import ShardedAttention
 from .attention_options import ScoreOptions
 from .config import DeepseekConfig
 from .layers import FinalRMSNorm, ResidualBlock, first_and_last
@@ -83,7 +83,7 @@ class LatentOptions(ScoreOptions):
     value_dim: int = option(REQUIRED, "Width of a head of the values.")
 
 
-class LatentAttention(CausalAttention):
+class LatentAttention(ShardedAttention):
     """Multi-head latent attention: keys and values are projected from a vector of low rank (arXiv:2405.04434).
 
         latent (kv_rank), rotated (rope_dim) = W_a x        key head h    = [W_k,h norm(latent), rope(rotated)]
@@ -97,7 +97,7 @@ class LatentAttention(CausalAttention):
         heads: H, at least the number of tensor-parallel ranks.
         options: the other sizes, positions and scores.
         init, out_init: distributions of the initial weights, and of those of the output projection.
-        grid, sequence_parallel, kind: as for ``CausalAttention``.
+        grid, sequence_parallel, kind: as for ``ShardedAttention``.
 
     Attributes:
         q: projection to queries, (H (nope_dim + rope_dim), D), sharded by heads; only without ``q_rank``.

@@ -199,6 +199,7 @@ class ResidualBlock(nn.Module):
             out_init=...)``; None: the block has none.
         make_mlp: the MLP's maker, called as ``make_mlp(config, grid=..., sequence_parallel=...)``; None: the block has
             none.
+        make_post_norm: maker of the norms behind the branches, as for ``make_norm``, which is the default.
         norm_place: the norms are ``before`` the branches, ``after`` them, ``both``, or behind the ``sum`` with x.
         parallel: attention and MLP both take the block's input, and both are added to it. Without effect on a block
             that has one of the two.
@@ -222,6 +223,7 @@ class ResidualBlock(nn.Module):
         make_norm: Callable[..., nn.Module],
         make_attention: Callable[..., nn.Module] | None,
         make_mlp: Callable[..., nn.Module] | None,
+        make_post_norm: Callable[..., nn.Module] | None = None,
         norm_place: str = "before",
         parallel: bool = False,
         shared_norm: bool = False,
@@ -244,8 +246,9 @@ class ResidualBlock(nn.Module):
         self.norm2 = norm() if before and make_mlp is not None and not (shared_norm and two) else None
         self.mlp = None if make_mlp is None else make_mlp(config, **common)
         self.dropout2 = dropout(config.dropout, grid, sequence_parallel)
-        self.post_norm1 = norm() if after else None
-        self.post_norm2 = norm() if after else None
+        post_norm = partial(make_post_norm or make_norm, config.hidden_size, config.norm_epsilon, **common)
+        self.post_norm1 = post_norm() if after else None
+        self.post_norm2 = post_norm() if after else None
 
     def forward(self, x: Any) -> Any:
         """Run the layer on x, or on ``(x, documents)`` for packed rows."""

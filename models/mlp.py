@@ -17,7 +17,7 @@ from ..grid.randomness.random import Constant, Normal
 from ..moe.experts import clamped_swiglu
 from ..moe.layer import MoE
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .config import AnyDecoderConfig, DeepseekConfig
+from .config import AnyDecoderConfig, DeepseekConfig, EncoderConfig
 from .layers import ACTIVATIONS
 
 _ZERO = Constant(0.0)
@@ -42,7 +42,7 @@ class MLP(nn.Module):
 
     def __init__(
         self,
-        config: AnyDecoderConfig | DeepseekConfig,
+        config: AnyDecoderConfig | DeepseekConfig | EncoderConfig,
         *,
         grid: Grid,
         sequence_parallel: bool = False,

@@ -90,7 +90,10 @@ def check_documents(ids: Tensor, documents: Tensor | None) -> None:
             f"{tuple(ids.shape)}, because each token id needs the number of its document."
         )
     if documents.device.type == "cpu" and bool((documents[:, 1:] < documents[:, :-1]).any()):
-        raise ValueError("the numbers of documents decrease along a row. Number the documents 0, 1, 2, ... in order.")
+        raise ValueError(
+            "the numbers of documents decrease along a row. Number the documents 0, 1, 2, ... in order, "
+            "or pad rows of an attention_mask on the right."
+        )
 
 
 def token_positions(

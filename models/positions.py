@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ..context.documents import positions_within
 from ..context.dropout import dropout
@@ -13,7 +13,7 @@ from ..context.slices import Slices
 from ..grid import Grid
 from ..grid.layout import Layout
 from ..grid.randomness.random import Normal, sharded_parameter
-from .config import AnyDecoderConfig
+from .config import AnyDecoderConfig, EncoderConfig
 from .packed import attach, detach, token_positions
 
 
@@ -40,7 +40,7 @@ class PositionEmbedding(nn.Module):
     slices: Slices | None = None
 
     def __init__(
-        self, config: AnyDecoderConfig, offset: int = 0, *, grid: Grid, sequence_parallel: bool = False
+        self, config: AnyDecoderConfig | EncoderConfig, offset: int = 0, *, grid: Grid, sequence_parallel: bool = False
     ) -> None:
         super().__init__()
         self.axis, self.context = grid.tensor, grid.context
@@ -55,6 +55,10 @@ class PositionEmbedding(nn.Module):
     def forward(self, x: Any) -> Any:
         """Add the position vectors and apply dropout. In packed rows ``(x, documents)`` each document starts at 0."""
         x, documents = detach(x)
+        return attach(self.dropout(self.added(x, documents)), documents)
+
+    def added(self, x: Tensor, documents: Tensor | None) -> Tensor:
+        """Return x with the position vectors."""
         here = x.shape[1]
         start = self.axis.rank * here if self.sequence_parallel else 0
         if self.cache is not None:
@@ -75,7 +79,7 @@ class PositionEmbedding(nn.Module):
                 y = x + self.weight[self.offset + start : self.offset + start + here]
             else:
                 y = x + F.embedding(positions[:, start : start + here] + self.offset, self.weight)
-        return attach(self.dropout(y), documents)
+        return y
 
     def _check(self, length: int) -> None:
         if length > self.max_position_embeddings:

@@ -94,6 +94,25 @@ MIXTRAL_PRESETS: Presets = {
     | {"num_experts": 4},
 }
 
+_BERT_LARGE = _shape(1024, 24, 16, intermediate_size=4096, dropout=0.1)
+_ROBERTA: dict[str, Any] = {"vocab_size": 50265, "layer_norm_eps": 1e-5, "type_vocab_size": 1, "position_offset": 2}
+_VIT: dict[str, Any] = {"image_size": 224, "norm_place": "before", "num_labels": 1000, "pooler": False}
+
+# Devlin et al. 2019, arXiv:1810.04805, section 3; Liu et al. 2019, arXiv:1907.11692, table 9; Dosovitskiy et al. 2021,
+# arXiv:2010.11929, table 1; and the configurations released with the weights. The tiny ones
+# are for a laptop, with tokens that are bytes.
+ENCODER_PRESETS: Presets = {
+    "bert-base": _shape(768, 12, 12, dropout=0.1),
+    "bert-large": _BERT_LARGE,
+    "roberta-base": _shape(768, 12, 12, dropout=0.1, **_ROBERTA),
+    "roberta-large": _BERT_LARGE | _ROBERTA,
+    "vit-b-16": _shape(768, 12, 12, **_VIT),
+    "vit-l-16": _shape(1024, 24, 16, intermediate_size=4096, **_VIT),
+    "vit-h-14": _shape(1280, 32, 16, intermediate_size=5120, patch_size=14, **_VIT),
+    "encoder-tiny": _shape(32, 2, 4, intermediate_size=88, max_position_embeddings=64, **_BYTES),
+    "vit-tiny": _shape(32, 2, 4, intermediate_size=88, **_VIT) | {"image_size": 8, "patch_size": 4, "num_labels": 4},
+}
+
 _YARN: dict[str, Any] = {"max_position_embeddings": 163840}
 _V2: dict[str, Any] = _YARN | {"rope_scaling": YarnScaling(mscale=0.707, mscale_all_dim=0.707)}
 

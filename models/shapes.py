@@ -39,6 +39,9 @@ def parameter_count(config: TransformerConfig) -> int:
     """Return the number of parameters of a model, a tied one counted once."""
     counts: dict[Any, int] = {}
     for index, (spec, module) in enumerate(built_on_meta(config)):
-        key = spec.key if isinstance(spec, TiedLayerSpec) else index
-        counts[key] = sum(parameter.numel() for parameter in module.parameters())
+        for name, parameter in module.named_parameters():
+            place: Any = index
+            if isinstance(spec, TiedLayerSpec):  # layers of different classes share some parameters
+                place = (spec.key, None if name in spec.tied_weight_attr else spec.cls)
+            counts[place, name] = parameter.numel()
     return sum(counts.values())

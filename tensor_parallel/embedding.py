@@ -154,8 +154,7 @@ class VocabParallelHead(ColumnParallelLinear):
         bias: add a bias, sharded like the vocabulary.
         grid: grid whose tensor axis shards the vocabulary.
         sequence_parallel: the input is this rank's shard of the sequence (dim 1), and the layer gathers it.
-        init: distribution of the initial weight; by default that of ``nn.Linear``. The initial bias always has
-            ``nn.Linear``'s distribution.
+        init, bias_init: distributions of the initial weight and of the bias; by default those of ``nn.Linear``.
         device, dtype: device and dtype of the parameters.
 
     Attributes:
@@ -179,10 +178,12 @@ class VocabParallelHead(ColumnParallelLinear):
         grid: Grid,
         sequence_parallel: bool = False,
         init: Distribution | None = None,
+        bias_init: Distribution | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        given: dict[str, Any] = {"sequence_parallel": sequence_parallel, "init": init, "device": device, "dtype": dtype}
+        given: dict[str, Any] = {"sequence_parallel": sequence_parallel, "init": init, "bias_init": bias_init}
+        given |= {"device": device, "dtype": dtype}
         super().__init__(in_features, vocab_size, bias, grid=grid, unit=1, **given)
 
 

@@ -11,7 +11,7 @@ from ...base.option_error import refusal
 from ...data.balance import Balance
 from ...grid import Grid
 from ...grid.layout import layout_of
-from ...models.attention import CausalAttention
+from ...models.attention import ShardedAttention
 from ...moe.layer import MoE
 from ...pipe.module import PipelineModule
 
@@ -41,7 +41,7 @@ def balance_of(module: nn.Module, grid: Grid) -> Balance:
             routed = sum(math.prod(layout_of(weight).shape) for weight in part.routed.parameters())
             weights -= routed * (1 - part.router.top_k / part.experts)
             refused += bool(part.balance or part.refuses_slices)
-        if isinstance(part, CausalAttention):
+        if isinstance(part, ShardedAttention):
             width = layout_of(part.out.get_parameter("weight")).shape[1]
             reach = part.options.window or part.options.chunk
             weights += 2 * width * reach if reach else 0

@@ -5,6 +5,7 @@ family.py: description of a family, and the keys and names that most families sh
 sharding_plans.py: plans of ``parallelize``.
 dense_families.py: families without experts.
 mixture_families.py: mixtures of experts.
+encoder_families.py: encoders of text and of images.
 hybrid_families.py: hybrids of attention and recurrent layers.
 hybrids.py: settings and names of the recurrent layers of hybrids.
 config.py: conversion of ``config.json`` to and from triax's configurations.

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...base.errors import ConfigError
 from ...base.files import read_object
-from ..config import DecoderConfig, DeepseekConfig, TransformerConfig
+from ..config import DecoderConfig, DeepseekConfig, EncoderConfig, TransformerConfig
 from ..rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
 from .families import FAMILIES, WRAPPERS
 from .family import CLASSIFIER, Config, Family
@@ -153,15 +153,11 @@ def names_of(config: Config) -> Names:
 
 
 def is_reward(config: Config) -> bool:
-    """Return True if a ``config.json`` is that of a model with a score, or several, in place of logits."""
-    classes = config.get("architectures")
+    """Return True if a ``config.json`` is that of a language model with a score, or several, in place of logits."""
+    classes, family = config.get("architectures"), FAMILIES.get(str(config.get("model_type")))
+    if family is not None and family.config is EncoderConfig:
+        return False
     return isinstance(classes, (list, tuple)) and bool(classes) and str(classes[0]).endswith(CLASSIFIER)
-
-
-def score_count(config: Config) -> int:
-    """Return the number of scores of such a model, transformers' ``num_labels``."""
-    labels = config.get("id2label")
-    return len(labels) if isinstance(labels, Mapping) else int(config.get("num_labels") or 2)  # its default
 
 
 def as_reward(config: Config) -> dict[str, Any]:
@@ -337,13 +333,14 @@ def to_hf(config: TransformerConfig, settings: Settings | None = None) -> dict[s
 
     Args:
         config: the configuration.
-        settings: what goes with the model: its family, which is tried first, and its special tokens.
+        settings: what goes with the model: its family, which is tried first, its special tokens and its classes' names.
 
     Raises:
         ValueError: there is none. The message names the settings that the nearest family lacks.
     """
     lacking: dict[str, list[str]] = {}
     first, tokens = ("", {}) if settings is None else (settings["family"], settings["tokens"])
+    labels = (settings or {}).get("labels", {})
     for name in sorted(FAMILIES, key=lambda name: name != first):
         family = FAMILIES[name]
         if family.config is not type(config):
@@ -359,6 +356,8 @@ def to_hf(config: TransformerConfig, settings: Settings | None = None) -> dict[s
             if getattr(again, setting) != getattr(config, setting)
         ]
         if not lacking[family.prefix]:
+            if "id2label" in written and len(labels.get("id2label", ())) == len(written["id2label"]):
+                written |= labels
             return written | tokens
     fewest = min(map(len, lacking.values()), default=0)
     near = [f"{prefix} has no {', '.join(unsaid)}" for prefix, unsaid in lacking.items() if len(unsaid) == fewest]
@@ -371,7 +370,7 @@ def to_hf(config: TransformerConfig, settings: Settings | None = None) -> dict[s
 def _written(config: TransformerConfig, name: str, family: Family) -> dict[str, Any]:
     """Return the content of ``config.json`` for a configuration as a model of a family."""
     keys = {key: ours for ours, (key, _) in family.places.items()}
-    written = {"architectures": [family.architecture], "model_type": name}
+    written = {**_TOKENS, "architectures": [family.architecture], "model_type": name}
     written |= {key: values[0] for key, values in family.only.items()}
     for key, ours in keys.items():
         value = getattr(config, ours)
@@ -382,7 +381,7 @@ def _written(config: TransformerConfig, name: str, family: Family) -> dict[str, 
         written |= _write_window(config, family)
     if family.write is not None:
         written |= family.write(config)
-    return written | _TOKENS
+    return written
 
 
 def same_model(ours: TransformerConfig, theirs: TransformerConfig) -> str | None:

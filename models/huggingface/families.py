@@ -2,26 +2,24 @@
 
 An entry says how a ``config.json`` of the family reads as a configuration of ``models/config.py``, what its parameters
 are called, and how ``parallelize`` shards its modules. ``load_hf``, ``save_hf``, ``hf_layers`` and ``parallelize`` know
-no family beyond these entries. docs/models.md shows how to add one: to DENSE, MIXTURES or HYBRIDS.
+no family beyond these entries. docs/models.md shows how to add one: to DENSE, MIXTURES, HYBRIDS or ENCODERS.
 """
 
 from __future__ import annotations
 
 from .dense_families import DENSE
+from .encoder_families import ENCODERS
 from .family import Family
 from .hybrid_families import HYBRIDS
 from .mixture_families import MIXTURES
-from .sharding_plans import bert_plan, t5_plan, vit_plan
+from .sharding_plans import t5_plan
 
 FAMILIES: dict[str, Family] = {
     **DENSE,
     **MIXTURES,
     **HYBRIDS,
-    # Known to ``parallelize`` alone.
-    "bert": Family("Bert", bert_plan, blocks=False),
-    "roberta": Family("Roberta", bert_plan, blocks=False),
-    "t5": Family("T5", t5_plan, blocks=False),
-    "vit": Family("ViT", vit_plan, blocks=False),
+    **ENCODERS,
+    "t5": Family("T5", t5_plan, blocks=False),  # known to ``parallelize`` alone
 }
 
 # Multimodal models whose language model is read alone: model_type -> that of their text_config, and the default of

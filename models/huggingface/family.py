@@ -51,6 +51,7 @@ class Family:
         read: function that returns further fields, from the content of ``config.json``.
         write: function that returns further keys, from the configuration.
         blocks: True if ``hf_layers`` can list the family's own blocks.
+        unread: beginnings of the names of tensors that a folder may have and the model lacks: those of another head.
         embedding_dropout: key of the dropout of the embeddings, which ``hf_layers`` applies.
     """
 
@@ -74,6 +75,7 @@ class Family:
     inverse: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     default_rope: Mapping[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
 
     @cached_property
     def places(self) -> dict[str, tuple[str, Any]]:
@@ -128,6 +130,12 @@ LLAMA_ENDS = end_names("model.embed_tokens", "model.norm")
 LLAMA_NAMES: Names = {**LLAMA_ENDS, **ATTENTION, **NORMS, **GATED}
 ROPE = {"rope_theta": 1e4}
 LLAMA = Family("Llama", llama_plan, LlamaConfig, LLAMA_NAMES, _LLAMA_KEYS, only=SILU, rope=ROPE)
+
+
+def score_count(config: Config) -> int:
+    """Return the number of scores or classes of a model, transformers' ``num_labels``."""
+    labels = config.get("id2label")
+    return len(labels) if isinstance(labels, Mapping) else int(config.get("num_labels") or 2)  # its default
 
 
 def like(family: Family, prefix: str, **changes: Any) -> Family:

@@ -19,11 +19,13 @@ from ...base.hub import local_folder
 # The settings are plain JSON, which a checkpoint keeps:
 #     family: model_type
 #     tokens: the keys of config.json with the ids of special tokens
+#     labels: the keys with the names of the classes, and their problem_type
 #     generation: the content of generation_config.json, or None
 #     tokenizer: the folder with the tokenizer's files, or None
 Settings = dict[str, Any]
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_LABELS = ("id2label", "label2id", "problem_type")
 _GENERATION = "generation_config.json"
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -104,7 +106,9 @@ def write_settings(folder: Path, settings: Settings | None, tokenizer: Any = Non
 
 def _settings(config: Mapping[str, Any], generation: Any, tokenizer: str | None) -> Settings:
     tokens = {key: config[key] for key in _TOKENS if config.get(key) is not None}
-    return {"family": config.get("model_type"), "tokens": tokens, "generation": generation, "tokenizer": tokenizer}
+    labels = {key: config[key] for key in _LABELS if config.get(key) is not None}
+    own = {"family": config.get("model_type"), "tokens": tokens, "labels": labels}
+    return {**own, "generation": generation, "tokenizer": tokenizer}
 
 
 def _files(folder: Path) -> list[Path]:

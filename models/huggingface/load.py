@@ -23,8 +23,9 @@ from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ..config import TransformerConfig
 from ..reward import has_reward_head, reward_layers
 from .config import entries as expanded
-from .config import from_hf, is_reward, read_config, same_model, score_count, without_modules
+from .config import from_hf, is_reward, read_config, same_model, without_modules
 from .families import FAMILIES
+from .family import score_count
 from .names import Entry, Names
 from .reader import Source, check, check_all_used, fetch, find, open_source, stored
 from .save import config_of, entries_of, hugging_face, module_and_grid, named, named_buffers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 
@@ -97,7 +97,10 @@ class Repeated:
 
 @dataclass(frozen=True)
 class FolderName:
-    """Name of a tensor in a folder, and its name in a live model, under which it is read too."""
+    """Name of a tensor in a folder, and its name in a live model, under which it is read too.
+
+    Several are a tuple of such names, as of plain ones: tensors that are concatenated along dim 0.
+    """
 
     name: str
     live: str
@@ -138,7 +141,8 @@ def swapped(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*lengths[:-2], *lengths[:-3:-1])
 
 
-Pattern = str | tuple[str, ...] | Transposed | OneRow | PerExpert | PerHead | Fused | RowsOf | Repeated | FolderName
+Joined = tuple[str, ...] | tuple[FolderName, ...]
+Pattern = str | Joined | Transposed | OneRow | PerExpert | PerHead | Fused | RowsOf | Repeated | FolderName
 # triax's name -> Hugging Face's. {i} is the block's index, {n} the number of blocks, a final * both weight and bias.
 # A list has the form that is written, then another form that is read too.
 Names = Mapping[str, "Pattern | list[Pattern]"]
@@ -202,13 +206,16 @@ def _entry(
     if isinstance(form, Repeated):
         first, *again = (_written(name, ending, numbers) for name in (form.name, *form.again))
         return Entry((first,), other=other, again=tuple(again))
-    if isinstance(form, FolderName):
-        first, live = (_written(name, ending, numbers) for name in (form.name, form.live))
-        return Entry((first,), live=(live,), other=Entry((live,), other=other))
+    folder = [each for each in (form if isinstance(form, tuple) else (form,)) if isinstance(each, FolderName)]
+    if folder:
+        own, live = (
+            tuple(_written(n, ending, numbers) for n in each) for each in zip(*map(astuple, folder), strict=True)
+        )
+        return Entry(own, live=live, other=Entry(live, other=other))
     transposed = isinstance(form, Transposed)
     if isinstance(form, OneRow):
         return Entry((_written(form.name, ending, numbers),), other=other, one_row=True)
-    several = (form.name,) if isinstance(form, Transposed) else (form,) if isinstance(form, str) else form
+    several: Any = (form.name,) if isinstance(form, Transposed) else (form,) if isinstance(form, str) else form
     return Entry(tuple(_written(name, ending, numbers) for name in several), transposed, other=other)
 
 

@@ -23,6 +23,7 @@ from .names import Entry, swapped
 
 _LONGEST = 200  # characters of a name
 _CHUNK = 2**24  # elements that are compared at once
+_HEADS = ("lm_head.weight", "embed_out.weight", "lm_head.decoder.weight", "cls.predictions.decoder.weight")
 # Tensors in such files that are no weights: masks and rotary tables.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -111,7 +112,8 @@ class _Folder:
         for file in files:
             opened = open_weights(file)
             for name in opened.keys():  # noqa: SIM118, it is not a mapping
-                if (own := text_name(kind, name)) is not None:
+                now = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+                if (own := text_name(kind, now)) is not None:  # the first files have the first names
                     self._files[own] = opened, name
                     self.shapes[own] = tuple(opened.get_slice(name).get_shape())
         self._quantized: set[str] = set()  # names of weights that lie in the files as blocks and scales
@@ -199,7 +201,7 @@ def open_source(path_or_model: Any, embedding: str | None = None) -> Source:
         form: Any = names_of(source.config).get("layers.0.weight", "")
         embedding = str(getattr(form, "name", form[0] if isinstance(form, list) else form)).removesuffix(".weight")
     token = find(source, f"{embedding}.weight")
-    head = next((name for name in ("lm_head.weight", "embed_out.weight") if name in source.shapes), None)
+    head = next((name for name in _HEADS if name in source.shapes), None)
     ties = source.config.get("tie_word_embeddings") is not False
     if ties and token is not None and head is not None and not source.is_tied(head, token):
         source.config = {**source.config, "tie_word_embeddings": False}
@@ -229,7 +231,9 @@ def check_all_used(source: Source, entries: Iterable[Entry]) -> None:
     """Raise ValueError if a weight of a source belongs to no parameter's entry."""
     depth = layer_count(source.config)
     beyond = range(depth, depth + int(source.config.get("num_nextn_predict_layers") or 0))
+    family = FAMILIES.get(str(source.config.get("model_type")))
     skipped = (*(f"model.layers.{layer}." for layer in beyond),)  # modules that predict further tokens
+    skipped += () if family is None else family.unread
     taken = {find(source, name) for entry in entries for name in stored(source, entry).theirs}
     read = {source.tied[name] for name in taken if name in source.tied}
     unused = [

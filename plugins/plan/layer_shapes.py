@@ -21,8 +21,8 @@ from torch import nn
 
 from ...grid.layout import Layout, layout_of
 from ...models.alibi import Alibi
-from ...models.attention import CausalAttention, SelfAttention
-from ...models.config import CONFIGS, AnyDecoderConfig, DeepseekConfig, TransformerConfig
+from ...models.attention import SelfAttention, ShardedAttention
+from ...models.config import CONFIGS, AnyDecoderConfig, DeepseekConfig, EncoderConfig, TransformerConfig
 from ...models.decoder import Projection
 from ...models.deepseek import LatentOptions
 from ...models.layers import ResidualBlock, WithoutNorm
@@ -172,9 +172,11 @@ def layers_of(config: TransformerConfig, shard_tensor: bool = False) -> tuple[La
 
     Raises:
         TypeError: the configuration's class is not one of ``models/config.CONFIGS``.
-        ValueError: the model has recurrent layers, blocks with one branch, a gate of the attention's output, or modules
-            that predict further tokens.
+        ValueError: the model is an encoder, or has recurrent layers, blocks with one branch, a gate of the attention's
+            output, or modules that predict further tokens.
     """
+    if isinstance(config, EncoderConfig):
+        raise ValueError("triax plan and triax memory count decoders, and an EncoderConfig is none. Give a decoder's.")
     if not isinstance(config, (AnyDecoderConfig, DeepseekConfig)):
         known = ", ".join(sorted(CONFIGS))
         raise TypeError(f"the layers of a {type(config).__name__} are unknown. Give one of {known}.")
@@ -244,7 +246,7 @@ def _block(
 
 def _attention(layer: Any) -> Attention:
     """Return the sizes of a block's attention."""
-    assert isinstance(layer, CausalAttention)
+    assert isinstance(layer, ShardedAttention)
     options, heads, keys = layer.options, layer.heads, layer.kv_heads
     rotated = options.rope.head_dim if isinstance(options.rope, Rope) else 0
     if isinstance(options, LatentOptions):

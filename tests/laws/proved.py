@@ -29,6 +29,7 @@ from torch import Tensor
 
 import triax
 from triax import Grid, PipelineModule
+from triax.models import EncoderConfig
 from triax.models.huggingface.config import from_hf
 from triax.models.huggingface.families import FAMILIES
 from triax.testing.check import check
@@ -132,8 +133,8 @@ def cells(kind: str, method: str) -> dict[str, str]:
 
 
 def kinds() -> list[str]:
-    """Every type of model that triax has layers for, as config.json has it under ``model_type``."""
-    return sorted(name for name, family in FAMILIES.items() if family.config is not None)
+    """Every type of decoder that triax has layers for, as config.json has it under ``model_type``."""
+    return sorted(name for name, each in FAMILIES.items() if each.config not in (None, EncoderConfig))
 
 
 SAME = "the same as above"

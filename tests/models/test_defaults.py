@@ -132,6 +132,12 @@ MORE: dict[str, dict[str, Any]] = {
     | {"layers_block_type": ["mlp", "linear_attention", "full_attention"]},
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 7, "mamba_n_groups": 2, "mamba_d_conv": 3}
     | {"mamba_proj_bias": True, "mamba_conv_bias": False, "attn_layer_indices": [1], "mlp_bias": True},
+    "bert": {"architectures": ["BertForSequenceClassification"], "num_labels": 3, "layer_norm_eps": 1e-3},
+    "roberta": {"architectures": ["RobertaForMaskedLM"], "pad_token_id": 4, "layer_norm_eps": 1e-3},
+    "vit": {"architectures": ["ViTForImageClassification"], "num_labels": 3, "image_size": 12, "patch_size": 3},
+    "dinov2": {"architectures": ["Dinov2ForImageClassification"], "num_labels": 3, "image_size": 12, "patch_size": 3}
+    | {"mlp_ratio": 3, "layerscale_value": 0.5},
+    "siglip_vision_model": {"architectures": ["SiglipVisionModel"], "image_size": 12, "patch_size": 3},
     "mamba2": {"num_heads": 2, "state_size": 7, "n_groups": 2, "conv_kernel": 3, "use_bias": True}
     | {"use_conv_bias": False, "time_step_limit": [0.2, float("inf")]},
 }
@@ -160,7 +166,7 @@ def whole(family: str) -> dict[str, Any]:
     for key in ("hidden_act", "activation_function"):
         if key in ours.only and values.get(key) not in ours.only[key]:
             values.pop(key, None)
-    if family not in ("phi", "gptj"):  # their heads have a bias
+    if family not in ("phi", "gptj") and "tie_word_embeddings" in defaults.keys() - ours.only.keys():
         values["tie_word_embeddings"] = not defaults["tie_word_embeddings"]
     if isinstance(defaults.get("attention_bias"), bool) and "attention_bias" not in ours.only:
         values.setdefault("attention_bias", not defaults["attention_bias"])

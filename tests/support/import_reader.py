@@ -65,6 +65,7 @@ BARE = (
         "models/config.py",
         "models/config_base.py",
         "models/config_groups.py",
+        "models/encoder_config.py",
         "models/presets.py",
         "models/recurrent/sizes.py",
         "models/rope_scaling.py",

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...base.torch_private import TorchDispatchMode, backward_task
-from ...models.attention import CausalAttention
+from ...models.attention import ShardedAttention
 
 if TYPE_CHECKING:
     from ...inference.engine import InferenceEngine
@@ -47,7 +47,7 @@ def exact_rows(sampler: InferenceEngine) -> Iterator[None]:
             ranks, layers with a sliding window, sparse attention or capped scores, or experts.
     """
     grid, modules = sampler.grid, list(sampler.module.modules())
-    holders = [*modules, *(module.options for module in modules if isinstance(module, CausalAttention))]
+    holders = [*modules, *(module.options for module in modules if isinstance(module, ShardedAttention))]
     has = lambda name: any(getattr(holder, name, None) is not None for holder in holders)  # noqa: E731
     found = {
         f"context={grid.context.size}, whose ranks add in another order": grid.context.size > 1,

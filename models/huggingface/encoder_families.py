@@ -1,0 +1,248 @@
+"""Encoders: their keys, names and settings, and their entries in ``FAMILIES``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ..config import EncoderConfig
+from .dense_families import number_of
+from .family import COMMON, NO_DROPOUT, SIZES, Config, Family, Key, block_names, like, score_count
+from .names import FolderName, Names, OneRow
+from .sharding_plans import bert_plan, vit_plan
+
+# Endings of transformers' classes without classes of rows, and with them.
+_ENDINGS = {
+    **dict.fromkeys(("bert", "roberta"), ("ForMaskedLM", "ForSequenceClassification")),
+    "vit": ("", "ForImageClassification"),
+    "dinov2": ("Model", "ForImageClassification"),
+    "siglip_vision_model": ("Model", ""),
+}
+_ACTS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
+
+# -------------------------------------------------------------------------------------------------- keys of config.json
+
+_TEXT_ONLY: dict[str, tuple[Any, ...]] = {"hidden_act": _ACTS, "position_embedding_type": ("absolute",)}
+_TEXT_ONLY |= {"tie_word_embeddings": (True,), "classifier_dropout": (None,)}
+_TEXT_ONLY |= dict.fromkeys(("is_decoder", "add_cross_attention"), (False,))
+_KEYS: dict[str, Key] = {"initializer_range": 0.02, "layer_norm_eps": 1e-12, "hidden_act": ("hidden_act", "gelu")}
+_TEXT_KEYS: dict[str, Key] = COMMON | _KEYS
+_TEXT_KEYS |= {"tie_word_embeddings": True, "type_vocab_size": 2, "dropout": ("hidden_dropout_prob", 0.1)}
+_IMAGE_KEYS: dict[str, Key] = {name: name for name in (*SIZES[2:], "intermediate_size")} | _KEYS
+_IMAGE_KEYS |= {"dropout": ("hidden_dropout_prob", 0.0), "qkv_bias": True}
+_IMAGE_KEYS |= {"image_size": 224, "patch_size": 16, "num_channels": 3}
+
+# -------------------------------------------------------------------------------------------------- names of parameters
+
+
+def _text_names(base: str, masked: tuple[str, str, str], classes: tuple[str, str]) -> Callable[[Config], Names]:
+    """Return the function that makes the table of BERT's names.
+
+    Args:
+        base: name of the base model.
+        masked: names of the linear layer, the norm and the bias in front of the logits of masked tokens.
+        classes: names of the pooler and of the layer of the classes.
+    """
+    at, ends = f"{base}.encoder.layer.{{i}}", f"{base}.embeddings"
+    names: Names = {
+        "layers.0.weight": f"{ends}.word_embeddings.weight",
+        "layers.0.types": f"{ends}.token_type_embeddings.weight",
+        "layers.0.positions.weight": f"{ends}.position_embeddings.weight",
+        "layers.0.norm.*": f"{ends}.LayerNorm.*",
+        **block_names(
+            1,
+            attention__q=f"{at}.attention.self.query.*",
+            attention__kv=(f"{at}.attention.self.key.*", f"{at}.attention.self.value.*"),
+            attention__out=f"{at}.attention.output.dense.*",
+            post_norm1=f"{at}.attention.output.LayerNorm.*",
+            mlp__up=f"{at}.intermediate.dense.*",
+            mlp__down=f"{at}.output.dense.*",
+            post_norm2=f"{at}.output.LayerNorm.*",
+        ),
+    }
+    tied = {"layers.{n+2}.weight": f"{ends}.word_embeddings.weight", "layers.{n+2}.bias": masked[2]}
+    first, second = (f"layers.{{n+1}}.{part}.*" for part in ("dense", "norm"))
+    of_masked = {first: f"{masked[0]}.*", second: f"{masked[1]}.*", **tied}
+    of_classes = {first: f"{classes[0]}.*", "layers.{n+1}.out.*": f"{classes[1]}.*"}
+    return lambda config: {**names, **(of_classes if _labels_of(config) else of_masked)}
+
+
+_BERT_HEADS = ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias")
+_ROBERTA_HEADS = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias")
+
+
+def _image_names(base: str, live: str, norms: tuple[str, str], mlp: tuple[str, str]) -> Names:
+    """Return the table of ViT's names.
+
+    Args:
+        base: name of the base model, with a dot, or empty.
+        live: name of its list of blocks in a live model; in a folder it is ``encoder.layer``.
+        norms, mlp: names of the norms of a block, and of its linear layers, in a folder.
+    """
+
+    def of_block(name: str, now: str) -> FolderName:
+        return FolderName(f"{base}encoder.layer.{{i}}.{name}.*", f"{base}{live}.{{i}}.{now}.*")
+
+    own, first = "attention.attention", f"{base}embeddings"
+    return {
+        "layers.0.weight": f"{first}.patch_embeddings.projection.weight",
+        "layers.0.bias": f"{first}.patch_embeddings.projection.bias",
+        "layers.0.cls": OneRow(f"{first}.cls_token"),
+        "layers.0.positions.weight": OneRow(f"{first}.position_embeddings"),
+        **block_names(
+            1,
+            norm1=of_block(norms[0], norms[0]),
+            attention__q=of_block(f"{own}.query", "attention.q_proj"),
+            attention__kv=(of_block(f"{own}.key", "attention.k_proj"), of_block(f"{own}.value", "attention.v_proj")),
+            attention__out=of_block("attention.output.dense", "attention.o_proj"),
+            norm2=of_block(norms[1], norms[1]),
+            mlp__up=of_block(mlp[0], "mlp.fc1"),
+            mlp__down=of_block(mlp[1], "mlp.fc2"),
+        ),
+        "layers.{n+1}.*": f"{base}layernorm.*",
+        "layers.{n+2}.out.*": "classifier.*",
+    }
+
+
+_VIT_NAMES = _image_names(
+    "vit.", "layers", ("layernorm_before", "layernorm_after"), ("intermediate.dense", "output.dense")
+)
+
+
+def _dino_names(config: Config) -> Names:
+    base = "dinov2." if _labels_of(config) else ""
+    scales = {
+        f"layers.{{i+1}}.post_norm{n}.weight": f"{base}encoder.layer.{{i}}.layer_scale{n}.lambda1" for n in (1, 2)
+    }
+    return {**_image_names(base, "encoder.layer", ("norm1", "norm2"), ("mlp.fc1", "mlp.fc2")), **scales}
+
+
+_AT = "encoder.layers.{i}"
+_SIGLIP_NAMES: Names = {
+    "layers.0.weight": "embeddings.patch_embedding.weight",
+    "layers.0.bias": "embeddings.patch_embedding.bias",
+    "layers.0.positions.weight": "embeddings.position_embedding.weight",
+    **block_names(
+        1,
+        norm1=f"{_AT}.layer_norm1.*",
+        attention__q=f"{_AT}.self_attn.q_proj.*",
+        attention__kv=(f"{_AT}.self_attn.k_proj.*", f"{_AT}.self_attn.v_proj.*"),
+        attention__out=f"{_AT}.self_attn.out_proj.*",
+        norm2=f"{_AT}.layer_norm2.*",
+        mlp__up=f"{_AT}.mlp.fc1.*",
+        mlp__down=f"{_AT}.mlp.fc2.*",
+    ),
+    "layers.{n+1}.*": "post_layernorm.*",
+}
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def _labels_of(config: Config) -> int:
+    """Return the number of classes of the class under ``architectures``; 0 of one for masked tokens, or features."""
+    listed, endings = config.get("architectures"), _ENDINGS[config["model_type"]]
+    name = str(listed[0]) if isinstance(listed, (list, tuple)) and listed else "nothing"
+    if not any(ending and name.endswith(ending) for ending in endings):
+        known = " and ".join(filter(None, endings))
+        raise ValueError(
+            f"architectures has {name[:60]}, but of a {config['model_type']} triax has {known}. triax.parallelize "
+            "shards the Hugging Face model itself."
+        )
+    return score_count(config) if endings[1] and name.endswith(endings[1]) else 0
+
+
+def _read(config: Config) -> dict[str, Any]:
+    return {"num_labels": _labels_of(config)}
+
+
+def _write(kind: str, prefix: str, config: EncoderConfig) -> dict[str, Any]:
+    numbers = range(config.num_labels)
+    labels = {"id2label": {str(n): f"LABEL_{n}" for n in numbers}, "label2id": {f"LABEL_{n}": n for n in numbers}}
+    architecture = prefix + _ENDINGS[kind][bool(numbers)]
+    return {"architectures": [architecture], "attention_probs_dropout_prob": 0.0, **(labels if numbers else {})}
+
+
+def _roberta_read(config: Config) -> dict[str, Any]:
+    offset = number_of(config, "pad_token_id", 1) + 1
+    longest = config["max_position_embeddings"] - offset
+    return {**_read(config), "position_offset": offset, "max_position_embeddings": longest}
+
+
+def _roberta_write(config: EncoderConfig) -> dict[str, Any]:
+    rows = config.max_position_embeddings + config.position_offset
+    written = {"pad_token_id": config.position_offset - 1, "max_position_embeddings": rows}
+    return {**_write("roberta", "Roberta", config), **written}
+
+
+def _dino_write(config: EncoderConfig) -> dict[str, Any]:
+    written = {"mlp_ratio": config.intermediate_size // config.hidden_size, "use_mask_token": False}
+    return {**_write("dinov2", "Dinov2", config), **written}
+
+
+_BERT = Family(
+    "Bert",
+    bert_plan,
+    EncoderConfig,
+    _text_names("bert", _BERT_HEADS, ("bert.pooler.dense", "classifier")),
+    _TEXT_KEYS,
+    only=_TEXT_ONLY,
+    read=_read,
+    write=partial(_write, "bert", "Bert"),
+    blocks=False,
+    unread=("bert.pooler.", "bert.embeddings.position_ids", "cls.predictions.decoder.", "cls.seq_relationship."),
+)
+_VIT = Family(
+    "ViT",
+    vit_plan,
+    EncoderConfig,
+    _VIT_NAMES,
+    _IMAGE_KEYS,
+    {"norm_place": "before", "pooler": False},
+    {"hidden_act": _ACTS},
+    read=_read,
+    write=partial(_write, "vit", "ViT"),
+    blocks=False,
+    unread=("vit.pooler.",),
+)
+ENCODERS: dict[str, Family] = {
+    "bert": _BERT,
+    "roberta": like(
+        _BERT,
+        "Roberta",
+        names=_text_names("roberta", _ROBERTA_HEADS, ("classifier.dense", "classifier.out_proj")),
+        only={"hidden_act": ("gelu",)},  # that of the head for masked tokens
+        read=_roberta_read,
+        write=_roberta_write,
+        unread=("roberta.pooler.", "roberta.embeddings.position_ids", "lm_head.decoder."),
+    ),
+    "vit": _VIT,
+    "dinov2": like(
+        _VIT,
+        "Dinov2",
+        plan=None,
+        names=_dino_names,
+        keys={"layer_norm_eps": 1e-6, "patch_size": 14, "layer_scale": ("layerscale_value", 1.0)}
+        | {"intermediate_size": None},
+        flags={"mean_pool": True},
+        only={"use_swiglu_ffn": (False,), "drop_path_rate": (0.0, 0), "hidden_dropout_prob": (0.0, 0)},
+        read=lambda config: {
+            **_read(config),
+            "intermediate_size": number_of(config, "mlp_ratio", 4) * config["hidden_size"],
+        },
+        write=_dino_write,
+        unread=("dinov2.embeddings.mask_token", "embeddings.mask_token"),
+    ),
+    "siglip_vision_model": like(
+        _VIT,
+        "SiglipVision",
+        plan=None,
+        names=_SIGLIP_NAMES,
+        keys={"layer_norm_eps": 1e-6, "hidden_act": ("hidden_act", "gelu_pytorch_tanh")}
+        | dict.fromkeys(("dropout", "qkv_bias")),
+        flags={"class_token": False},
+        only=NO_DROPOUT,
+        write=lambda config: {**_write("siglip_vision_model", "SiglipVision", config), "vision_use_head": False},
+        unread=("head.",),
+    ),
+}
