@@ -8,6 +8,7 @@ import re
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import triax
 from triax import Grid, PipelineModule
+from triax.models import ClassificationLoss, EncoderConfig, MaskedLMLoss, encoder_layers
 from triax.plugins.sharding_types.check_types import TypeCheck, check_types
 from triax.plugins.sharding_types.sharding import reshaped
 from triax.testing.check import check
@@ -152,6 +154,46 @@ def test_types_raise_no_alarm_on_types_of_models(kind: str) -> None:
         for axes in [ALL] if kind in MODELS else [*GRIDS.values(), ALL]:
             found = check_types(build, partial(proved.batches, "full"), axes)
             assert found.holds and found.ops > 200, (axes, found.findings)
+
+
+ENCODERS = {
+    "bert": EncoderConfig.preset("encoder-tiny"),
+    "bert-classes": EncoderConfig.preset("encoder-tiny", num_labels=3),
+    "dinov2": EncoderConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        image_size=12,
+        patch_size=4,
+        num_labels=3,
+        norm_place="before",
+        layer_scale=0.1,
+        mean_pool=True,
+    ),
+}
+
+
+def encoder(kind: str, grid: Grid) -> PipelineModule:
+    config = ENCODERS[kind]
+    loss = MaskedLMLoss(grid, config.vocab_size) if kind == "bert" else ClassificationLoss()
+    layers = encoder_layers(config, sequence_parallel=kind != "dinov2")
+    return PipelineModule(layers, grid=grid, loss_fn=loss, dtype=torch.float64)
+
+
+def inputs_of(kind: str) -> list[list[tuple[Any, Tensor]]]:
+    ids, mask = torch.arange(3, 19).view(2, 8), torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
+    classes = torch.tensor([0, 2])
+    if kind == "dinov2":
+        return [[(torch.ones(2, 3, 12, 12, dtype=torch.float64), classes)]]
+    return [[({"input_ids": ids, "attention_mask": mask}, ids if kind == "bert" else classes)]]
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_types_raise_no_alarm_on_encoders(kind: str) -> None:
+    for axes in ({"tensor": 2, "data": 2}, {"context": 2, "tensor": 2} if kind == "bert" else {"pipe": 2}):
+        found = check_types(partial(encoder, kind), partial(inputs_of, kind), axes)
+        assert found.holds and found.ops > 80, (axes, found.findings)
 
 
 @pytest.mark.parametrize(
