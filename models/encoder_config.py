@@ -79,6 +79,8 @@ class EncoderConfig(BiasFields, MLPFields):
             )
         if self.layer_scale and self.norm_place != "before":
             raise ValueError(f"layer_scale is {self.layer_scale}, which needs norm_place='before'. Give both.")
+        if self.mean_pool and self.pooler:
+            raise ValueError("mean_pool=True needs pooler=False. Give both.")
         if not self.image_size:
             return
         if self.image_size % self.patch_size:

@@ -110,6 +110,7 @@ def test_token_types_beyond_the_table_are_refused() -> None:
             "num_labels is 2, which needs class_token=True",
         ),
         ({"layer_scale": 0.5}, "layer_scale is 0.5, which needs norm_place='before'"),
+        ({"mean_pool": True}, "mean_pool=True needs pooler=False"),
         ({"norm_place": "after"}, "norm_place"),
         ({"hidden_act": "tanh"}, "hidden_act"),
     ],

@@ -170,6 +170,7 @@ ENCODERS = {
         norm_place="before",
         layer_scale=0.1,
         mean_pool=True,
+        pooler=False,
     ),
 }
 
