@@ -11,7 +11,7 @@ import importlib
 import inspect
 import re
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -221,7 +221,7 @@ class TableOf(SphinxDirective):
         return self.parse_text_to_nodes(TABLES[self.arguments[0]]())
 
 
-TABLES = {
+TABLES: dict[str, Callable[[], str]] = {
     "training-keys": partial(markdown, TrainingFile, WHOLE),
     "deepspeed-keys": deepspeed_keys,
     "deepspeed-names": deepspeed_names,
