@@ -247,10 +247,10 @@ def test_llama_layers_have_the_expected_kinds_and_names() -> None:
         ("tiny_llama.py", []),
         ("presets.py", []),
         ("packed.py", []),
-        ("packed.py", [1, 2, 2]),
+        pytest.param("packed.py", [1, 2, 2], marks=pytest.mark.exhaustive),
         ("hybrid.py", [1, 1, 1, 2]),
         ("own.py", []),
-        ("own.py", [1, 1, 4]),
+        pytest.param("own.py", [1, 1, 4], marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_programs_of_the_models_page_run(ranks: Any, name: str, sizes: list[int], tmp_path: Path) -> None:
