@@ -154,7 +154,7 @@ def test_every_grid_of_five_axes_trains_as_one_process(
         (g, (i + k) % 4) for i, g in enumerate(GRIDS) if _ranks(g) == ranks_wanted for k in ((0, 2) if i else range(4))
     ]
     if not every_stage:
-        cells = {2: [cells[3], *cells[4::2]], 4: cells[::3], 8: cells[-1:]}[ranks_wanted]
+        cells = {2: [cells[3], *cells[4::2]], 4: cells[3::2], 8: cells[-1:]}[ranks_wanted]
     for cell, found in zip(cells, ranks(ranks_wanted, run, cells, timeout=120)[0], strict=True):
         require_equal(found, alone, cell)
 
