@@ -102,7 +102,7 @@ def measured(folder: str, width: int, behind: bool) -> tuple[int, int, int]:
     return more, share, sum(room.numel() * room.element_size() for room in rooms)
 
 
-@pytest.mark.parametrize("behind", [True, False], ids=["behind", "before"])
+@pytest.mark.parametrize("behind", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["behind", "before"])
 def test_asynchronous_saves_need_host_memory_for_one_copy(ranks: Any, tmp_path: Path, behind: bool) -> None:
     """The copy is as large as what the rank writes, over two saves with training meanwhile. Without async: no copy."""
     results = ranks(2, memory_growth_of_saves, str(tmp_path), 1000, behind, timeout=90, new_processes=True)

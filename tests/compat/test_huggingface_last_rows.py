@@ -97,11 +97,12 @@ def run(out: str, replicas: int, options: dict[str, Any] | None, kind: str, **ch
 
 QUICK: list[tuple[int, int, dict[str, Any], str]] = [
     (2, 1, {"grid": {"pipe": 2}}, "stream"),
-    (4, 4, {"triax": {"zero_optimization": {"stage": 3}}}, "items"),
+    (2, 2, {"triax": {"zero_optimization": {"stage": 3}}}, "items"),
     (4, 2, {"grid": {"pipe": 2, "data": 2}}, "items"),
     (4, 4, {"triax": {"zero_optimization": {"stage": 2}}}, "terms"),
 ]
 OTHERS: list[tuple[int, int, dict[str, Any], str]] = [
+    (4, 4, {"triax": {"zero_optimization": {"stage": 3}}}, "items"),
     (2, 1, {"grid": {"pipe": 2}}, "items"),
     (2, 1, {"grid": {"tensor": 2}}, "items"),
     (2, 1, {"grid": {"context": 2}}, "items"),

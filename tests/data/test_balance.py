@@ -170,7 +170,10 @@ GRIDS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "options"), GRIDS)
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [each if "data" in each[0] else pytest.param(*each, marks=pytest.mark.exhaustive) for each in GRIDS],
+)
 def test_balanced_training_equals_the_rows_of_one_process(
     ranks: Any, tokens: Path, sizes: dict[str, int], options: dict[str, Any]
 ) -> None:

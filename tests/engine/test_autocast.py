@@ -243,9 +243,9 @@ def test_every_zero_stage_sums_plain_autocasts_gradients(ranks: Any, stage: int)
 @pytest.mark.parametrize(
     ("sizes", "schedule", "stage", "options"),
     [
-        ({"tensor": 2}, "1f1b", 0, {}),
         ({"tensor": 2}, "1f1b", 0, {"sequence_parallel": True}),
-        ({"pipe": 2, "tensor": 2}, "zb-h1", 0, {"sequence_parallel": True}),
+        pytest.param({"tensor": 2}, "1f1b", 0, {}, marks=pytest.mark.exhaustive),
+        pytest.param({"pipe": 2, "tensor": 2}, "zb-h1", 0, {"sequence_parallel": True}, marks=pytest.mark.exhaustive),
         ({"data": 2, "tensor": 2}, "1f1b", 3, {"activation_checkpoint_interval": 1}),
     ],
 )

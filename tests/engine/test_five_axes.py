@@ -144,11 +144,17 @@ def run(cells: list[tuple[tuple[int, ...], int]]) -> list[dict[str, Any]]:
     return [train(*cell) for cell in cells]
 
 
-@pytest.mark.parametrize("ranks_wanted", [2, pytest.param(4, marks=pytest.mark.exhaustive), 8])
-def test_every_grid_of_five_axes_trains_as_one_process(ranks: Any, alone: dict[str, Any], ranks_wanted: int) -> None:
+@pytest.mark.parametrize("ranks_wanted", [2, 4, 8])
+@pytest.mark.parametrize("every_stage", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_every_grid_of_five_axes_trains_as_one_process(
+    ranks: Any, alone: dict[str, Any], ranks_wanted: int, every_stage: bool
+) -> None:
+    """Some grids in one stage of ZeRO each; in the sweep every grid in two or four stages."""
     cells = [
         (g, (i + k) % 4) for i, g in enumerate(GRIDS) if _ranks(g) == ranks_wanted for k in ((0, 2) if i else range(4))
     ]
+    if not every_stage:
+        cells = {2: [cells[3], *cells[4::2]], 4: cells[3::2], 8: cells[-1:]}[ranks_wanted]
     for cell, found in zip(cells, ranks(ranks_wanted, run, cells, timeout=120)[0], strict=True):
         require_equal(found, alone, cell)
 

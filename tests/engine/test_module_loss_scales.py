@@ -213,8 +213,18 @@ def in_eval_mode(stage: int, way: str, half: bool) -> tuple[list[float], dict[st
     return norms, engine.gather()
 
 
-@pytest.mark.parametrize("way", ["plain", "backward"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "way"),
+    [
+        (0, "plain"),
+        (2, "backward"),
+        (3, "plain"),
+        *(
+            pytest.param(*cell, marks=pytest.mark.exhaustive)
+            for cell in ((0, "backward"), (2, "plain"), (3, "backward"))
+        ),
+    ],
+)
 def test_eval_mode_trains_as_plain_pytorch(ranks: Any, stage: int, way: str) -> None:
     expected = plain("SGD", 2, 2)
     for norms, weights in ranks(2, in_eval_mode, stage, way, half=False):

@@ -15,6 +15,7 @@ from triax import Grid, initialize
 
 from support.module_jobs import loss_of, one
 from support.module_training import CLIP, MICRO, OPTIMIZERS, WIDTH, config, microbatch
+from support.sweeps import some
 
 
 class Recomputed(nn.Module):
@@ -128,7 +129,7 @@ RECOMPUTED: list[Run] = [
 OFF: list[Run] = [("", 0, {}), ("", 0, {"enabled": False, "interval": 1, "cpu_checkpointing": True})]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", some([1, 2], [1]))
 def test_blocks_of_a_plain_module_are_recomputed(ranks: Any, size: int) -> None:
     """`enabled: true` recomputed nothing. It holds less, is exact, and runs no block a third time."""
     wanted = walked(size)

@@ -53,9 +53,11 @@ SLOW = {
     "compare.py 2 1 1",
     "compiled.py aot_eager",
     *("2 translate.py 2 zb-h1", "2 unet.py 2 interleaved", "2 exits.py 1", "2 tasks.py 1"),
-    *("dpo.py 1 1", "kto.py 2 2", "reward.py 2 2", "distill.py 2 2", "captions.py 1 1"),
-    *("grpo.py 1 1 240", "grpo.py 2 2 240"),
-    *("evaluate.py 1 1", "transfer.py 1 1 0", "transfer.py 1 1 3"),
+    *("translate.py 2 1f1b", "unet.py 4 1f1b", "heads.py 2"),  # tests/pipe/test_model_shapes.py has these models
+    *("2 sequences.py 2", "exits.py 1", "tasks.py 1"),
+    *("dpo.py 2 2", "kto.py 2 2", "reward.py 2 2", "distill.py 2 2", "captions.py 2 2"),
+    *("grpo.py 1 1 240", "grpo.py 2 2 240", "grpo.py 2 2 8"),
+    *("evaluate.py 2 2", "transfer.py 1 1 0", "transfer.py 1 1 3"),
 }
 # A package: the last tests of this file; a project: tests/testing/test_kit.py; tests/train/test_distill_run.py.
 INSTALLED = {"npz_export.py", "test_my_model.py", "store_teacher.py"}

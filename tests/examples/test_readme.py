@@ -218,10 +218,12 @@ def every_schedule(names: list[str], folder: str) -> list[str]:
     return [program([f"{name}.py", "2"], folder) for name in names]
 
 
-def test_the_first_program_works_with_each_schedule(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_the_first_program_works_with_each_schedule(ranks: Any, tmp_path: Path, every: int) -> None:
+    """Every third schedule, and in the sweep all; tests/laws/test_invariance.py trains with each one."""
     source = programs(FIRST_RUN)["first.py"]
     assert '"1f1b"' in source and "range(10)" in source
-    names = [name for name in NAMES if name != "forward"]
+    names = [name for name in NAMES if name != "forward"][::every]
     for name in names:  # here, once: a rank that writes a file while another reads it may leave it nothing to read
         changed = source.replace('"1f1b"', f'"{name}"').replace("range(10)", "range(2)")
         (tmp_path / f"{name}.py").write_text(changed)

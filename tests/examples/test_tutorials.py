@@ -6,6 +6,7 @@ import contextlib
 import io
 import runpy
 import sys
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from triax.data.dataloader import make_loader
 from triax.grid import Grid
 
 from support.paths import EXAMPLES
+from support.sweeps import some
 
 FOLDER = EXAMPLES / "from_deepspeed"
 
@@ -72,8 +74,11 @@ def plain_simple(config: str, skipped: int) -> tuple[dict[str, Tensor], dict[str
     return before, {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("config", ["getting_started.json", "stage2.json", "offload.json"])
+CONFIGS = ["getting_started.json", "stage2.json", "offload.json"]
+
+
+# Each file on one number of ranks, in turn.
+@pytest.mark.parametrize(("config", "size"), some([*product(CONFIGS, (1, 2, 4))], [0, 5, 7]))
 def test_getting_started_trains_as_plain_pytorch(ranks: Any, config: str, size: int) -> None:
     options = ("--deepspeed_config", str(FOLDER / config), "--epochs", "1")
     results = ranks(size, run, "simple_model.py", *options)
@@ -126,7 +131,7 @@ ALEXNET = [
 ]
 
 
-@pytest.mark.parametrize(("size", "options"), ALEXNET)
+@pytest.mark.parametrize(("size", "options"), some(ALEXNET, [1, 2, 5]))
 def test_the_pipeline_tutorial_trains_as_plain_pytorch(ranks: Any, size: int, options: tuple[str, ...]) -> None:
     losses, wanted = plain_alexnet("--specs" in options, 3)
     config = ("--deepspeed_config", str(FOLDER / "alexnet.json"))

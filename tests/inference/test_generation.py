@@ -78,16 +78,18 @@ def alone() -> dict[str, Any]:
     return on_grid((1, 1, 1))
 
 
-MORE = [pytest.param(sizes, marks=pytest.mark.exhaustive) for sizes in GRIDS[1:5] if sizes != (2, 2, 2)]
+MORE = [pytest.param(sizes, marks=pytest.mark.exhaustive) for sizes in GRIDS[2:5]]
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), *MORE], ids=lambda s: "x".join(map(str, s)))  # pipe x data x tensor
+@pytest.mark.parametrize(
+    "sizes", [(1, 2, 2), (2, 1, 1), *MORE], ids=lambda s: "x".join(map(str, s))
+)  # pipe x data x tensor
 def test_every_grid_generates_the_tokens_of_one_process(
     ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int]
 ) -> None:
-    # 8 ranks draw in the way that has every option.
+    # 4 and 8 ranks draw in the way that has every option.
     require_tokens_of_one_process(
-        ranks, alone, sizes, variants=math.prod(sizes) == 2, first=3 if math.prod(sizes) == 8 else 0
+        ranks, alone, sizes, variants=math.prod(sizes) == 2, first=3 if math.prod(sizes) > 2 else 0
     )
 
 
@@ -201,7 +203,9 @@ def trained(sizes: tuple[int, int, int], zero: int) -> dict[str, Any]:
     return {"texts": texts, "loss": float(loss), "refusal": refusal}
 
 
-@pytest.mark.parametrize(("sizes", "zero"), [((2, 2, 1), 1), ((1, 2, 2), 3)])
+@pytest.mark.parametrize(
+    ("sizes", "zero"), [((2, 1, 1), 1), ((1, 2, 2), 3), pytest.param((2, 2, 1), 1, marks=pytest.mark.exhaustive)]
+)
 def test_generation_between_training_steps_equals_one_process(
     ranks: Any, sizes: tuple[int, int, int], zero: int
 ) -> None:

@@ -297,7 +297,11 @@ def recomputed_in_place(sizes: tuple[int, int, int], sections: list[dict[str, An
     return found
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 1, 1), (1, 1, 2), *(pytest.param(sizes, marks=pytest.mark.exhaustive) for sizes in ((1, 1, 1), (1, 2, 1)))],
+    ids=str,
+)
 def test_recomputed_blocks_may_change_their_input(ranks: Any, sizes: tuple[int, int, int]) -> None:
     """torch's errors about leaves and versions under recomputation, although a stage's boundary promises it."""
     sections = [{"enabled": True}, {"enabled": True, "partition_activations": True}][: 1 + (sizes[2] > 1)]

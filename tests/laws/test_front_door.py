@@ -79,7 +79,9 @@ triax.PipelineModule(layers, grid=grid, loss_fn="mse")  # error
 """
 
 
-@pytest.mark.parametrize("extras", [EXTRAS, ()], ids=["without extras", "with all"])
+@pytest.mark.parametrize(
+    "extras", [EXTRAS, pytest.param((), marks=pytest.mark.exhaustive)], ids=["without extras", "with all"]
+)
 def test_help_and_star_imports_work_without_extras(extras: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ASKED.format(extras=extras)], capture_output=True, text=True, check=False, timeout=120

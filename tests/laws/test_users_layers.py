@@ -8,7 +8,7 @@ own, and their gradients are averaged.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -658,14 +658,33 @@ def judge(ranks: Any, program: Program) -> list[str]:
     return differences(program, found)
 
 
-def require_equal_to_plain(ranks: Any, seeds: range) -> None:
+def require_equal_to_plain(ranks: Any, seeds: Iterable[int]) -> None:
     failed = {program: told for seed in seeds if (told := judge(ranks, program := drawn(seed)))}
     assert not failed
 
 
+def few() -> list[int]:
+    """Return seeds of which each layer is in a program, each stage, each grid, and each schedule with recomputation.
+
+    Drawn by the first ``len(LAYERS)`` seeds, of which the sweep has the others too. All refusals are among them.
+    """
+    programs = {seed: drawn(seed) for seed in range(len(LAYERS))}
+    kept = [seed for seed, program in programs.items() if program.refusals]
+    missing = set[Any]().union(*map(parts_of, programs.values()))
+    missing -= set[Any]().union(*(parts_of(programs[seed]) for seed in kept))
+    while missing:
+        kept.append(max(programs, key=lambda seed: len(parts_of(programs[seed]) & missing)))
+        missing -= parts_of(programs[kept[-1]])
+    return kept
+
+
+def parts_of(program: Program) -> set[Any]:
+    return {*program.layers, program.stage, (program.pipe, program.data), (program.schedule, program.recompute)}
+
+
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_layers_of_users_train_as_plain_pytorch(ranks: Any) -> None:
-    require_equal_to_plain(ranks, range(len(LAYERS)))
+    require_equal_to_plain(ranks, few())
 
 
 @pytest.mark.parametrize("layer", ["ComplexProduct", "Spectrum"])
@@ -678,7 +697,7 @@ def test_complex_layers_train_as_plain_pytorch(ranks: Any, layer: str, schedule:
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_random_programs_of_layers_train_as_plain_pytorch(ranks: Any) -> None:
-    require_equal_to_plain(ranks, range(len(LAYERS), 300))
+    require_equal_to_plain(ranks, [seed for seed in range(300) if seed not in few()])
 
 
 def refused(kind: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -84,20 +85,27 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize(
-    ("place", "packed"),
+    ("place", "packed", "names"),
     [
-        (Place((1, 1, 2, 1)), False),
-        (Place((1, 1, 1, 2), sequence_parallel=True), True),
-        pytest.param(Place((1, 1, 2, 1)), True, marks=pytest.mark.exhaustive),
-        pytest.param(Place((1, 1, 2, 1), "ulysses"), True, marks=pytest.mark.exhaustive),
-        pytest.param(Place((1, 1, 2, 1), "gather"), False, marks=pytest.mark.exhaustive),
-        pytest.param(Place((1, 1, 1, 3)), False, marks=pytest.mark.exhaustive),
-        pytest.param(Place((1, 1, 2, 2), "gather", sequence_parallel=True), False, marks=pytest.mark.exhaustive),
+        (Place((1, 1, 2, 1)), False, ("added", "rounded", "longrope", "dynamic")),
+        (Place((1, 1, 1, 2), sequence_parallel=True), True, ("added", "norms", "offsets", "plain")),
+        *(
+            pytest.param(place, packed, [*CONFIGS], marks=pytest.mark.exhaustive)
+            for place, packed in (
+                (Place((1, 1, 2, 1)), False),
+                (Place((1, 1, 1, 2), sequence_parallel=True), True),
+                (Place((1, 1, 2, 1)), True),
+                (Place((1, 1, 2, 1), "ulysses"), True),
+                (Place((1, 1, 2, 1), "gather"), False),
+                (Place((1, 1, 1, 3)), False),
+                (Place((1, 1, 2, 2), "gather", sequence_parallel=True), False),
+            )
+        ),
     ],
     ids=str,
 )
-def test_alibi_on_every_axis_equals_one_process(ranks: Any, place: Place, packed: bool) -> None:
-    assert_equal_to_one_process(ranks, [(Job(config, packed=packed, scale=4.0), place) for config in CONFIGS.values()])
+def test_alibi_on_every_axis_equals_one_process(ranks: Any, place: Place, packed: bool, names: Sequence[str]) -> None:
+    assert_equal_to_one_process(ranks, [(Job(CONFIGS[name], packed=packed, scale=4.0), place) for name in names])
 
 
 def test_contradicting_settings_of_a_decoder_are_refused() -> None:

@@ -25,20 +25,25 @@ LLAMA = LlamaConfig(VOCABULARY, 24, 16, 2, 4, intermediate_size=24, num_key_valu
 WINDOW = replace(LLAMA, sliding_window=5)
 
 
-def test_models_on_the_context_axis_equal_one_process(ranks: Any) -> None:
-    assert_equal_to_one_process(
-        ranks,
-        [
-            (Job(GPT), Place((1, 1, 2, 1))),
-            (Job(LLAMA, packed=True), Place((1, 1, 2, 1), "gather", stage=2)),
-            (Job(LLAMA, length=15), Place((1, 1, 2, 1), "ulysses", stage=3)),
-            (Job(GPT, length=13, packed=True), Place((2, 1, 2, 1), schedule="zb-h1", stage=1)),
-            (Job(WINDOW), Place((1, 1, 2, 2), sequence_parallel=True)),
-            (Job(GPT, length=11), Place((1, 2, 2, 1), "gather", stage=3, recompute="full")),
-            (Job(LLAMA, length=15), Place((2, 1, 2, 1), recompute="selective")),
-            (Job(GPT, length=13, packed=True, cut=True), Place((1, 1, 2, 1), stage=1)),
-        ],
-    )
+CELLS = [
+    (Job(LLAMA, packed=True), Place((1, 1, 2, 1), "gather", stage=2)),
+    (Job(LLAMA, length=15), Place((1, 1, 2, 1), "ulysses", stage=3)),
+    (Job(GPT, length=11), Place((1, 1, 2, 1), stage=3, recompute="full")),
+    (Job(GPT, length=13, packed=True, cut=True), Place((1, 1, 2, 1), stage=1)),
+    (Job(GPT, length=13, packed=True), Place((2, 1, 2, 1), schedule="zb-h1", stage=1, recompute="selective")),
+    (Job(WINDOW), Place((1, 1, 2, 2), sequence_parallel=True)),
+]
+MORE = [
+    (Job(GPT), Place((1, 1, 2, 1))),
+    (Job(GPT, length=13, packed=True), Place((2, 1, 2, 1), schedule="zb-h1", stage=1)),
+    (Job(GPT, length=11), Place((1, 2, 2, 1), "gather", stage=3, recompute="full")),
+    (Job(LLAMA, length=15), Place((2, 1, 2, 1), recompute="selective")),
+]
+
+
+@pytest.mark.parametrize("cells", [CELLS, pytest.param(MORE, marks=pytest.mark.exhaustive)], ids=len)
+def test_models_on_the_context_axis_equal_one_process(ranks: Any, cells: list[tuple[Job, Place]]) -> None:
+    assert_equal_to_one_process(ranks, cells)
 
 
 def test_loss_weights_of_context_ranks_sum_to_the_label_count() -> None:

@@ -245,8 +245,15 @@ REPRESENTATIVE = ["mistral", "gemma2", "gpt_neox", "falcon", "qwen3_5_text", "ne
 REPRESENTATIVE += ["granite", "cohere2", "stablelm-norms", "opt-350m", "bloom", "nanochat"]
 
 
-def test_representative_families_load_as_in_transformers(ranks: Any, tmp_path: Path) -> None:
-    require_loaded_equal_transformers(ranks, tmp_path, REPRESENTATIVE, PIPE_AND_TENSOR)
+# The others of them on two ranks: `make test-all` has every family on every grid.
+@pytest.mark.parametrize(
+    ("cases", "sizes"),
+    [(REPRESENTATIVE[::3], PIPE_AND_TENSOR), (REPRESENTATIVE[1::3], (2, 1, 1)), (REPRESENTATIVE[2::3], (1, 1, 2))],
+)
+def test_representative_families_load_as_in_transformers(
+    ranks: Any, tmp_path: Path, cases: list[str], sizes: Sizes
+) -> None:
+    require_loaded_equal_transformers(ranks, tmp_path, cases, sizes)
 
 
 @pytest.mark.exhaustive

@@ -284,7 +284,7 @@ KEYS = (DOCS / "training-files.md").read_text().partition("| key | default |")[2
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("finetune.py", [2, 2, 2]),
+        pytest.param("finetune.py", [2, 2, 2], marks=pytest.mark.exhaustive),
         ("finetune.py", []),
         ("tensor_trainer.py", [2]),
         ("stages_trainer.py", [2, 2]),

@@ -65,17 +65,27 @@ def job(name: str, **options: Any) -> Job:
     return Job(CONFIGS[name], scale=4.0, **options)
 
 
-def test_hybrids_train_on_grids_as_on_one_process(ranks: Any) -> None:
-    assert_equal_to_one_process(
-        ranks,
+@pytest.mark.parametrize(
+    "cells",
+    [
         [
             (job("delta", packed=True), Place((1, 1, 2, 1), stage=2)),
             (job("mamba-one-group", packed=True), Place((1, 1, 1, 2), sequence_parallel=True)),
-            (job("mamba", length=13, packed=True), Place((2, 1, 2, 1), schedule="zb-h1", stage=1)),
+            (job("mamba-three-groups", length=13, packed=True), Place((1, 1, 2, 1), stage=1)),
             (job("delta-one-key", length=11), Place((1, 1, 2, 2), recompute="selective")),
-            (job("mamba-three-groups", length=20, packed=True), Place((1, 1, 4, 1))),
         ],
-    )
+        pytest.param(
+            [
+                (job("mamba", length=13, packed=True), Place((2, 1, 2, 1), schedule="zb-h1", stage=1)),
+                (job("mamba-three-groups", length=20, packed=True), Place((1, 1, 4, 1))),
+            ],
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=len,
+)
+def test_hybrids_train_on_grids_as_on_one_process(ranks: Any, cells: list[tuple[Job, Place]]) -> None:
+    assert_equal_to_one_process(ranks, cells)
 
 
 @pytest.mark.exhaustive

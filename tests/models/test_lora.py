@@ -62,12 +62,13 @@ FEW = PLAIN | {"target_modules": ["q_proj", "v_proj", "down_proj"]}
 ATTENTION = {"target_modules": ["q_proj", "k_proj", "o_proj"]}
 Case = tuple[int, Sizes, str, str | None, dict[str, Any], dict[str, Any]]  # steps, grid, model, base, lora, options
 QUICK: list[Case] = [
-    (2, (2, 2, 2), "llama", None, SOME, {"stage": 2, "schedule": "zb-v"}),
-    (6, (2, 2, 1), "llama", None, DORA_DROPS, {"stage": 3, "device": "meta"}),
-    (5, (2, 1, 2), "wide", "nf4", DORA_DROPS, {"stage": 1, "schedule": "1f1b"}),
-    (5, (2, 2, 1), "wide", "nf4", FEW, {"stage": 3, "device": "meta"}),
+    (2, (1, 2, 2), "llama", None, SOME, {"stage": 2}),
+    (3, (1, 2, 1), "llama", None, DORA_DROPS, {"stage": 3, "device": "meta"}),
+    (3, (2, 1, 2), "wide", "nf4", DORA_DROPS, {"stage": 1, "schedule": "zb-v"}),
+    (3, (2, 2, 1), "wide", "nf4", FEW, {"stage": 3, "device": "meta"}),
 ]
 LORA: list[Case] = [
+    (2, (2, 2, 2), "llama", None, SOME, {"stage": 2, "schedule": "zb-v"}),
     (2, (1, 1, 1), "llama", None, EVERY, {"stage": 0, "schedule": "1f1b"}),
     (2, (1, 2, 2), "gpt2", None, EVERY, {"stage": 3, "schedule": "1f1b"}),
     (2, (2, 2, 1), "gpt2", None, EVERY, {"stage": 3, "schedule": "gpipe", "device": "meta"}),
@@ -107,6 +108,8 @@ WITH_DORA: list[Case] = [
     (20, (1, 1, 2), "llama", None, DORA_DROPS, {"schedule": "1f1b", **RECOMPUTED}),
 ]
 IN_BITS: list[Case] = [
+    (5, (2, 1, 2), "wide", "nf4", DORA_DROPS, {"stage": 1, "schedule": "1f1b"}),
+    (5, (2, 2, 1), "wide", "nf4", FEW, {"stage": 3, "device": "meta"}),
     (5, (2, 1, 2), "wide", "nf4", PLAIN | {"use_dora": True}, {"stage": 1, "schedule": "1f1b"}),
     (5, (1, 1, 1), "wide", "nf4", DORA_DROPS, {"stage": 0, "schedule": "1f1b"}),
     (5, (2, 1, 4), "wide", "nf4", PLAIN, {"stage": 1, "schedule": "zb-h1"}),

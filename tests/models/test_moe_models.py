@@ -200,22 +200,33 @@ def same_as(folder: Path, tensors: dict[str, Tensor], cell: Cell, exactly: bool 
         torch.testing.assert_close(found, tensor, rtol=bounds[0], atol=bounds[1], msg=f"{cell} {name}: {{}}".format)
 
 
-def test_weights_of_moe_models_load_and_save_bit_by_bit(ranks: Any, tmp_path: Path) -> None:
+# Each family, on two ranks or on four.
+TWO = [
+    Cell("olmoe", context=2, expert=2, kind="gather"),
+    Cell("qwen2_moe-window", data=2, expert=2, stage=1),
+    Cell("llama4_text-mixed", tensor=2, sequence_parallel=True),
+    Cell("qwen3_next", context=2, expert=2),
+]
+FOUR = [
+    Cell("mixtral", pipe=2, tensor=2),
+    Cell("qwen3_moe", data=2, tensor=2, expert=2, sequence_parallel=True, stage=3),
+    Cell("gpt_oss", tensor=2, context=2, expert=2, sequence_parallel=True),
+    Cell("deepseek_v3", tensor=2, context=2, expert=2, sequence_parallel=True),
+]
+MORE_FOUR = [
+    Cell("olmoe", tensor=2, context=2, expert=2, kind="gather"),
+    Cell("qwen2_moe-window", data=2, tensor=2, expert=2, stage=1),
+    Cell("llama4_text-mixed", tensor=2, context=2, expert=2, sequence_parallel=True),
+    Cell("qwen3_next", tensor=2, context=2, expert=2),
+]
+
+
+@pytest.mark.parametrize(
+    "cells", [TWO, FOUR, pytest.param(MORE_FOUR, marks=pytest.mark.exhaustive)], ids=["two", "four", "more"]
+)
+def test_weights_of_moe_models_load_and_save_bit_by_bit(ranks: Any, tmp_path: Path, cells: list[Cell]) -> None:
     """Logits and gradients to 1e-10; each rank reads its share to the byte, and saves bitwise what it loaded."""
-    assert_as_transformers(
-        ranks,
-        tmp_path,
-        [
-            Cell("mixtral", pipe=2, tensor=2),
-            Cell("qwen3_moe", data=2, tensor=2, expert=2, sequence_parallel=True, stage=3),
-            Cell("olmoe", tensor=2, context=2, expert=2, kind="gather"),
-            Cell("qwen2_moe-window", data=2, tensor=2, expert=2, stage=1),
-            Cell("gpt_oss", tensor=2, context=2, expert=2, sequence_parallel=True),
-            Cell("llama4_text-mixed", tensor=2, context=2, expert=2, sequence_parallel=True),
-            Cell("qwen3_next", tensor=2, context=2, expert=2),
-            Cell("deepseek_v3", tensor=2, context=2, expert=2, sequence_parallel=True),
-        ],
-    )
+    assert_as_transformers(ranks, tmp_path, cells)
 
 
 PLACES: list[dict[str, Any]] = [

@@ -103,13 +103,18 @@ CASES: list[tuple[int, bool, dict[str, int], str, int]] = [  # D, tied embedding
     (2, False, {"pipe": 2}, "1f1b", 1),
     (1, True, {"pipe": 2}, "zb-h1", 0),
     (2, False, {"pipe": 2, "tensor": 2}, "zb-v", 2),
+    (2, False, {"data": 2, "expert": 2}, "1f1b", 1),
+]
+MORE: list[tuple[int, bool, dict[str, int], str, int]] = [
     (2, False, {"pipe": 4, "data": 2}, "1f1b", 2),
     (1, False, {"pipe": 4, "tensor": 2}, "zb-h1", 0),
-    (2, False, {"data": 2, "expert": 2}, "1f1b", 1),
 ]
 
 
-@pytest.mark.parametrize(("modules", "tied", "axes", "schedule", "stage"), CASES)
+@pytest.mark.parametrize(
+    ("modules", "tied", "axes", "schedule", "stage"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE)],
+)
 def test_mtp_loss_and_gradients_follow_the_equations(
     ranks: Any, tmp_path: Path, modules: int, tied: bool, axes: dict[str, int], schedule: str, stage: int
 ) -> None:

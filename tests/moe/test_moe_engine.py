@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -211,9 +212,15 @@ def require_equal_run(found: dict[str, Any], alone: dict[str, Any], what: Any) -
         assert torch.equal(buffer, alone["buffers"][name]), (what, name)
 
 
+@pytest.mark.parametrize("every_kind", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("size", list(CASES))
-def test_every_grid_of_experts_trains_as_one_process(ranks: Any, alone: list[dict[str, Any]], size: int) -> None:
-    cells = [(case, options) for case in CASES[size] for options in KINDS]
+def test_every_grid_of_experts_trains_as_one_process(
+    ranks: Any, alone: list[dict[str, Any]], size: int, every_kind: bool
+) -> None:
+    """Each grid with one kind of experts, in turn; in the sweep with both."""
+    cells = [*itertools.product(CASES[size], KINDS)]
+    if not every_kind:
+        cells = [*zip(CASES[size], itertools.cycle(KINDS), strict=False)]
     for found in ranks(size, run, cells, timeout=120):
         for (case, options), got in zip(cells, found, strict=True):
             require_equal_run(got, alone[KINDS.index(options)], (case, options))
@@ -324,7 +331,7 @@ def test_grouped_mlp_equals_a_loop_over_experts(kind: Activation, activation: Ca
     torch.testing.assert_close(y, wanted.y, rtol=0, atol=1e-12)
     gradients = torch.autograd.grad(y, wanted.leaves, wanted.dy)
     torch.testing.assert_close(gradients, wanted.gradients, rtol=0, atol=1e-12)
-    assert torch.autograd.gradgradcheck(mlp, wanted.leaves)
+    assert torch.autograd.gradgradcheck(mlp, wanted.leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize(("kind", "activation"), ACTIVATIONS.values(), ids=ACTIVATIONS)

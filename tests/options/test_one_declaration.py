@@ -44,7 +44,7 @@ assert "| `shine` | `3` | Shine of the weights. |" in CliRunner().invoke(app, ["
 
 def test_one_declared_field_is_an_option_everywhere(tmp_path: Path) -> None:
     """Keyword of ``triax.Engine``, key of the training file and of the command line, row of both pages, hint."""
-    skipped = ("tests", "docs", "benchmarks", ".*", "__pycache__", "*.egg-info", "build", "runs", "node_modules")
+    skipped = ("tests", "docs", "benchmarks", ".*", "*.egg-info", "build", "runs", "node_modules")
     shutil.copytree(ROOT, tmp_path / "triax", ignore=shutil.ignore_patterns(*skipped), symlinks=True)
     declaration = tmp_path / "triax" / "options" / "sections.py"
     before, seed, after = declaration.read_text().partition("    seed: int = option(")

@@ -58,15 +58,20 @@ CASES = [
     ({}, "1f1b", 0),
     ({"pipe": 2}, "1f1b", 1),
     ({"pipe": 4}, "zb-h1", 0),
-    ({"pipe": 2, "data": 2}, "interleaved", 2),
     ({"pipe": 2, "data": 2}, "zb-v", 3),
-    ({"pipe": 2, "tensor": 2}, "1f1b", 3),
     ({"pipe": 2, "context": 2}, "gpipe", 1),
+]
+MORE = [
+    ({"pipe": 2, "data": 2}, "interleaved", 2),
+    ({"pipe": 2, "tensor": 2}, "1f1b", 3),
     ({"pipe": 2, "data": 2, "expert": 2}, "1f1b", 2),
 ]
 
 
-@pytest.mark.parametrize(("axes", "schedule", "stage"), CASES)
+@pytest.mark.parametrize(
+    ("axes", "schedule", "stage"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE)],
+)
 def test_sent_labels_give_the_gradients_of_one_process(
     ranks: Any, axes: dict[str, int], schedule: str, stage: int
 ) -> None:

@@ -16,6 +16,7 @@ import triax
 from triax import Grid, LayerSpec, Loss, WithLoss
 
 from support.rank_checks import assert_every_rank_raises
+from support.sweeps import some
 from support.training import SGD, Step, assert_steps_equal, pipeline_engine, train, train_plain
 
 VOCABULARY, WIDTH, SAMPLES, LENGTH, STEPS = 11, 6, 4, 6, 2
@@ -161,7 +162,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("axes", "schedule", "stage", "interval", "labels"), CASES)
+@pytest.mark.parametrize(("axes", "schedule", "stage", "interval", "labels"), some(CASES, (1, 2, 4, 6, 8, 10)))
 def test_losses_of_layers_train_as_on_one_process(
     ranks: Any, axes: dict[str, int], schedule: str, stage: int, interval: int, labels: str
 ) -> None:

@@ -130,9 +130,11 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 @pytest.mark.parametrize(
     ("shape", "cells"),
     [
-        ((1, 1, 1), [("odd", s, "1f1b", 1, {}) for s in range(4)] + [("gpt", 3, "1f1b", 1, BF16)]),
-        ((2, 2, 1), [("odd", 2, "gpipe", 1, {}), ("odd", 3, "interleaved", 2, {})]),
-        ((2, 2, 2), [("gpt", 3, "zb-v", 2, BF16)]),
+        ((1, 1, 1), [("odd", s, "1f1b", 1, {}) for s in (0, 3)] + [("gpt", 3, "1f1b", 1, BF16)]),
+        ((2, 2, 1), [("odd", 3, "interleaved", 2, {}), ("gpt", 3, "zb-v", 2, BF16)]),
+        pytest.param((1, 1, 1), [("odd", s, "1f1b", 1, {}) for s in (1, 2)], marks=pytest.mark.exhaustive),
+        pytest.param((2, 2, 1), [("odd", 2, "gpipe", 1, {})], marks=pytest.mark.exhaustive),
+        pytest.param((2, 2, 2), [("gpt", 3, "zb-v", 2, BF16)], marks=pytest.mark.exhaustive),
         pytest.param((2, 2, 1), [("odd", s, "gpipe", 1, {}) for s in (0, 3)], marks=pytest.mark.exhaustive),
         pytest.param((2, 2, 2), [("gpt", 1, "1f1b", 1, BF16), ("gpt", 3, "1f1b", 1, {})], marks=pytest.mark.exhaustive),
     ],

@@ -369,13 +369,19 @@ TWO: list[tuple[dict[str, Any], Cell]] = [
     ({"pipe": 2}, ("llama", "interleaved", 2, {"stage": 1})),
 ]
 FOUR: list[tuple[dict[str, Any], Cell]] = [
-    ({"pipe": 2, "tensor": 2}, ("gpt", "1f1b", 3, {"length": 16, "sequence_parallel": True})),
     ({"pipe": 2, "tensor": 2}, ("delta", "zb-h1", 2, {"packed": True, "length": 16, "sequence_parallel": True})),
     ({"pipe": 2, "data": 2}, ("llama", "1f1b", (2, 1, 1), {"packed": True, "stage": 3})),
 ]
+MORE_FOUR: list[tuple[dict[str, Any], Cell]] = [
+    ({"pipe": 2, "tensor": 2}, ("gpt", "1f1b", 3, {"length": 16, "sequence_parallel": True})),
+]
 
 
-@pytest.mark.parametrize(("size", "cells"), [(2, TWO), (4, FOUR)], ids=["pipe", "tensor and ZeRO"])
+@pytest.mark.parametrize(
+    ("size", "cells"),
+    [(2, TWO), (4, FOUR), pytest.param(4, MORE_FOUR, marks=pytest.mark.exhaustive)],
+    ids=["pipe", "tensor and ZeRO", "tensor"],
+)
 def test_sliced_training_on_ranks_equals_one_process(
     ranks: Any, size: int, cells: list[tuple[dict[str, Any], Cell]]
 ) -> None:

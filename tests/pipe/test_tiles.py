@@ -20,6 +20,7 @@ from triax.plugins.plan.parallel_layout import ParallelLayout
 from triax.plugins.plan.state_memory import StateOptions
 from triax.testing.pool import RankFailure
 
+from support.sweeps import some
 from support.training import SGD, microbatches, pipeline_engine, text_batches
 
 VOCABULARY, SAMPLES, LENGTH = 37, 4, 12
@@ -69,7 +70,7 @@ CASES: list[tuple[dict[str, int], AnyDecoderConfig, str, int, int, bool, dict[st
 ]
 
 
-@pytest.mark.parametrize(("axes", "config", "schedule", "stage", "tile", "shards", "more"), CASES)
+@pytest.mark.parametrize(("axes", "config", "schedule", "stage", "tile", "shards", "more"), some(CASES, (1, 3, 4, 5)))
 def test_tiled_mlps_have_the_gradients_of_whole_ones(
     ranks: Any,
     axes: dict[str, int],

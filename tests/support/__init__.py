@@ -40,7 +40,7 @@ Machines and faults
     sharding_faults.py: thirty layers of users with a mistake of sharding each, and the right twin of each
     resident.py, peak_memory_program.py: memory of processes
     measured_machine.py: a machine as ``triax machine measure`` describes it
-    shrink.py: the smallest case that still fails
+    shrink.py, sweeps.py: the smallest case that still fails; which cells of a sweep are in each run
 
 Programs and documents
     processes.py, launched_scripts.py, command_line.py: processes, ports, scripts, the command ``triax`` in this process

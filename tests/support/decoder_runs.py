@@ -66,11 +66,11 @@ def batch(job: Job, step: int) -> tuple[Any, Tensor]:
     return (ids, documents) if job.packed else ids, labels
 
 
-def row(job: Job, step: int, number: int, grid: triax.Grid) -> tuple[Any, Tensor]:
-    """Return one row of a step's batch, as this rank is given it."""
+def rows(job: Job, step: int, places: slice, grid: triax.Grid) -> tuple[Any, Tensor]:
+    """Return some rows of a step's batch, as this rank is given them."""
     inputs, labels = batch(job, step)
-    ids, *documents = (part[number : number + 1] for part in (inputs if job.packed else (inputs,)))
-    labels = labels[number : number + 1]
+    ids, *documents = (part[places] for part in (inputs if job.packed else (inputs,)))
+    labels = labels[places]
     if job.cut:
         ids, labels = shard(ids, grid.context), shard(labels, grid.context, fill=-100)
     return (ids, *documents) if job.packed else ids, labels
@@ -87,9 +87,10 @@ def trained(job: Job, place: Place) -> list[Step]:
     for parameter in model.parameters():
         if parameter.dim() == 2:
             parameter.data *= job.scale
+    micro = 2 if data == 1 and pipe < 4 else 1  # two microbatches at least, and as many as stages
     settings: dict[str, Any] = {
         "train_batch_size": ROWS,
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": micro,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
         "gradient_clipping": 0.1,
         "zero_optimization": {"stage": place.stage},
@@ -99,8 +100,8 @@ def trained(job: Job, place: Place) -> list[Step]:
         settings["activation_checkpointing"] = {"granularity": place.recompute}
     engine, *_ = triax.initialize(model=model, config=settings)
     share = ROWS // data
-    own = range(grid.data.rank * share, (grid.data.rank + 1) * share)
-    return train(engine, iter(row(job, step, number, grid) for step in range(STEPS) for number in own), STEPS)
+    own = [slice(at, at + micro) for at in range(grid.data.rank * share, (grid.data.rank + 1) * share, micro)]
+    return train(engine, iter(rows(job, step, places, grid) for step in range(STEPS) for places in own), STEPS)
 
 
 def trained_all(cells: list[tuple[Job, Place]]) -> list[list[Step]]:

@@ -43,6 +43,17 @@ GRIDS = [
     Place({"data": 2, "pipe": 2}, "zb-v", 2, "sent"),
     Place({"context": 2}, stage=3),
 ]
+# Those of a few steps in each run.
+QUICK = [
+    Place({"pipe": 2, "tensor": 2}, "zb-v", 1, "sent"),
+    Place({"data": 2}, stage=2),
+    Place({"context": 2}, stage=3),
+]
+
+
+def grids(steps: int) -> list[Place]:
+    """Return the places of a comparison of so many steps."""
+    return QUICK if steps < 20 else GRIDS
 
 
 def engine_at(

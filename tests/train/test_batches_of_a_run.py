@@ -15,6 +15,7 @@ from torch import Tensor
 
 from triax.data import TokenData, TokenLoader
 
+from support.file_runs import NoPictures
 from support.tokenized import as_filled, documents_in, folder, rows_of, texts
 
 RUN = """\
@@ -58,7 +59,7 @@ def read_rows(root: str, changes: list[str], stop: int | None) -> list[Tensor]:
     TokenLoader.__next__ = recorded  # type: ignore[method-assign]
     job = make_job(read_training_file("run.yaml", changes)[0])
     try:
-        train(job, [Stop(stop)])
+        train(job, [Stop(stop), NoPictures()])
     except SystemExit as end:
         if end.code != 143 or stop is None:
             raise

@@ -30,7 +30,7 @@ from triax.train.loop import train
 from triax.train.start import make_job
 
 from support.command_line import output_of
-from support.file_runs import written_losses
+from support.file_runs import NoPictures, written_losses
 from support.paths import DOCS
 from support.processes import started
 from support.readme_blocks import blocks, commands, make_text, makes_text, programs
@@ -123,7 +123,7 @@ def run_part(
     recorder = Recorder(stop, with_weights)
     out = io.StringIO()
     with redirect_stdout(out), nullcontext() if stop is None else pytest.raises(SystemExit, match="143"):
-        train(make_job(file), [recorder])
+        train(make_job(file), [recorder, NoPictures()])
     first = read_environment() is None or int(os.environ["RANK"]) == 0
     return recorder.taken if first else [], printed_losses(out.getvalue())
 

@@ -108,18 +108,29 @@ def by_functions(root: str) -> tuple[list[float], list[dict[str, float]]]:
 
 
 def test_grpo_runs_on_grids_equal_one_process(ranks: Any, place: Path) -> None:
-    """pipe 2 x tensor 2; then data 2 x pipe 2 with ZeRO 1, stopped between the steps on a draw, resumed on tensor 2."""
+    """pipe 2; then data 2 with ZeRO 1, stopped between the steps on a draw, and resumed on tensor 2."""
     ((losses, drawn),) = ranks(1, by_functions, str(place), timeout=300)
     assert len({round(loss, 6) for loss in losses}) == STEPS
     wanted = losses, place / "by-functions"
-    same_run(ranks, place, "grpo", "a", *wanted, (4, "grid={pipe: 2, tensor: 2}; batch.microbatch=4"))
+    same_run(ranks, place, "grpo", "a", *wanted, (2, "grid={pipe: 2}; batch.microbatch=4"))
     logged = numbers_of(place / "runs" / "a", "Train/Metrics/")
     for name in ("reward", "rewards/like/mean", "completions/mean_length", "frac_reward_zero_std"):
         assert [each[name] for each in logged if name in each] == pytest.approx([each[name] for each in drawn])
     assert sum("kl" in each for each in logged) == STEPS
+    grid = "grid={data: 2}; zero=1; checkpoint.every=1"
+    parts = (2, f"{grid}; training.steps=3; export=false"), (2, "grid.tensor=2; batch.microbatch=2")
+    same_run(ranks, place, "grpo", "b", *wanted, *parts)
+
+
+@pytest.mark.exhaustive
+def test_grpo_runs_on_two_axes_equal_one_process(ranks: Any, place: Path) -> None:
+    """pipe 2 x tensor 2; then data 2 x pipe 2 with ZeRO 1, stopped between the steps on a draw, resumed on tensor 2."""
+    ((losses, _),) = ranks(1, by_functions, str(place), timeout=300)
+    wanted = losses, place / "by-functions"
+    same_run(ranks, place, "grpo", "e", *wanted, (4, "grid={pipe: 2, tensor: 2}; batch.microbatch=4"))
     grid = "grid={data: 2, pipe: 2}; schedule=zb-v; zero=1; checkpoint.every=1"
     parts = (4, f"{grid}; training.steps=3; export=false"), (2, "grid.tensor=2; batch.microbatch=2")
-    same_run(ranks, place, "grpo", "b", *wanted, *parts)
+    same_run(ranks, place, "grpo", "f", *wanted, *parts)
 
 
 def evaluated(root: str, *changes: str) -> list[dict[str, float]]:

@@ -56,10 +56,10 @@ clip: 0.5
 STEPS, PEAK = 4, 1e-2
 
 
-def run(root: str, *changes: str) -> tuple[Tensors, list[tuple[float, Tensors, Tensors]]]:
+def run(root: str, *changes: str, pictures: bool = False) -> tuple[Tensors, list[tuple[float, Tensors, Tensors]]]:
     """Be a rank of the run of ``root/run.yaml``; return the initial weights, and what each step left."""
     recorder = Recorder()
-    run_watched(recorder, root, "run.yaml", *changes)
+    run_watched(recorder, root, "run.yaml", *changes, pictures=pictures)
     return recorder.initial, recorder.steps
 
 
@@ -253,7 +253,7 @@ def on_a_full_disk(root: str, *changes: str) -> tuple[int, str, str]:
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             more = ("sample={prompt: of, tokens: 3}", "monitor.trace=1", *changes)
-            run_watched(Watch(fill_the_disk), root, "run.yaml", *more)
+            run_watched(Watch(fill_the_disk), root, "run.yaml", *more, pictures=True)
     except SystemExit as end:
         code = int(str(end.code))
     finally:
@@ -304,7 +304,7 @@ def test_a_run_on_a_full_disk_trains_all_steps(ranks: Any, place: Path) -> None:
     ((code, said, log),) = ranks(1, on_a_full_disk, str(place), "name=unsaved", "export=null")
     assert code == 2 and "the last checkpoint, of step 4, was not written to runs/unsaved/checkpoints" in said, said
     # There is room again: the run goes on, and the model is there.
-    ranks(1, run, str(place), *FULL)
+    ranks(1, run, str(place), *FULL, pictures=True)
     assert (results / "model" / "model.safetensors").is_file() and (results / "report.html").is_file()
     assert {row["step"] for row in rows_of(results)} == {1, 2, 3, 4}
 

@@ -76,14 +76,17 @@ def trl_run(root: str) -> list[list[float]]:
         return [[row[name] for name in ("loss", "accuracy", "margin")] for row in rows]
 
 
-def test_reward_runs_on_grids_equal_trl(ranks: Any, place: Path) -> None:
-    """pipe 2 x tensor 2, data 2 x pipe 2 with zb-v; then one process, resumed on context 2."""
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_reward_runs_on_grids_equal_trl(ranks: Any, place: Path, every: bool) -> None:
+    """data 2 x pipe 2 with zb-v; tensor 2, resumed on context 2; in the sweep pipe 2 x tensor 2, and one process."""
     (rows,) = ranks(1, trl_run, str(place), timeout=300)
-    for name, *parts in (
-        ("a", (4, f"{METHOD}; grid={{pipe: 2, tensor: 2}}")),
+    context = (2, f"{METHOD}; grid.context=2; batch.microbatch=2")
+    some = [
         ("b", (4, f"{METHOD}; grid={{data: 2, pipe: 2}}; schedule=zb-v; zero=1")),
-        ("c", (1, f"{METHOD}; {STOP}"), (2, f"{METHOD}; grid.context=2; batch.microbatch=2")),
-    ):
+        ("c", (2, f"{METHOD}; grid.tensor=2; {STOP}"), context),
+    ]
+    more = [("a", (4, f"{METHOD}; grid={{pipe: 2, tensor: 2}}")), ("d", (1, f"{METHOD}; {STOP}"), context)]
+    for name, *parts in more if every else some:
         same_run(ranks, place, "reward", name, [row[0] for row in rows], place / "trl" / "last", *parts)
         logged = numbers_of(place / "runs" / name, "Train/Metrics/")
         assert [[each["accuracy"], each["margin"]] for each in logged] == [pytest.approx(row[1:]) for row in rows]

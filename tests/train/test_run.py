@@ -21,7 +21,7 @@ from triax.train.job import resolve
 from triax.train.sections import TrainingFile
 from triax.train.start import make_job
 
-from support.file_runs import rows_of, written_losses
+from support.file_runs import NoPictures, rows_of, written_losses
 from support.processes import TRIAX
 
 SHAPE = {
@@ -63,10 +63,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def train(given: dict[str, Any], folder: str) -> None:
+def train(given: dict[str, Any], folder: str, pictures: bool = False) -> None:
     """Train on this rank."""
     os.chdir(folder)
-    loop.train(make_job(TrainingFile.of(given)))
+    loop.train(make_job(TrainingFile.of(given)), [] if pictures else [NoPictures()])
 
 
 def losses(folder: Path, name: str) -> list[float]:
@@ -120,7 +120,7 @@ def test_context_and_expert_axes_have_the_losses_of_one_process(ranks: Any, fold
 
 
 def test_a_time_limit_ends_the_run_and_evaluates(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train(values(training={"steps": 100_000, "time_limit": "0.3s"}), str(folder))
+    train(values(training={"steps": 100_000, "time_limit": "0.3s"}), str(folder), pictures=True)
     said = capfd.readouterr().out
     assert 1 < len(losses(folder, "run")) < 2000
     assert " of 100000 steps in " in said and " min: training.time_limit = 0:00 min ended it\n" in said

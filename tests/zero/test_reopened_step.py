@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -54,16 +55,32 @@ def weight(stage: Any, tensor: int, reduction: dict[str, Any], act: Callable[[An
     return engine.gather()["weight"]
 
 
-def wrong_cases(tensor: int) -> list[Any]:
+def wrong_cases(tensor: int, reductions: Sequence[dict[str, Any]]) -> list[Any]:
     """Return the cases whose weight is not that of plain PyTorch."""
     wanted = plain_weight(triax.Grid(tensor=tensor, timeout=60).data.size)
     return [
         (stage, more, name)
-        for stage, more, name in product(range(4), ({}, {"predivide": 4.0}), BETWEEN)
+        for stage, more, name in product(range(4), reductions, BETWEEN)
         if (weight(stage, tensor, more, BETWEEN[name]) - wanted).abs().max() > 1e-10
     ]
 
 
-def test_a_backward_pass_after_a_reduction_counts_once(ranks: Any) -> None:
-    for size, tensor in ((1, 1), (2, 1), (2, 2), (4, 2)):
-        assert ranks(size, wrong_cases, tensor) == [[]] * size
+PREDIVIDED = {"predivide": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("size", "tensor", "reductions"),
+    [
+        (1, 1, [PREDIVIDED]),
+        (2, 1, [{}, PREDIVIDED]),
+        (2, 2, [{}]),
+        *(
+            pytest.param(size, tensor, [{}, PREDIVIDED], marks=pytest.mark.exhaustive)
+            for size, tensor in ((1, 1), (2, 2), (4, 2))
+        ),
+    ],
+)
+def test_a_backward_pass_after_a_reduction_counts_once(
+    ranks: Any, size: int, tensor: int, reductions: list[dict[str, Any]]
+) -> None:
+    assert ranks(size, wrong_cases, tensor, reductions) == [[]] * size

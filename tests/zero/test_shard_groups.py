@@ -27,22 +27,35 @@ def require_equal(ranks: Any, cells: list[Cell]) -> None:
     assert not lines, "\n".join(lines[:20])
 
 
-def test_shard_groups_of_four_replicas_equal_one_process(ranks: Any) -> None:
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(1, 2, 2), (2, 1, 4), (3, 2, 2)],
+        pytest.param([(2, 2, 1), (3, 1, 1), (3, 4, 2)], marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_shard_groups_of_four_replicas_equal_one_process(ranks: Any, places: list[tuple[int, int, int]]) -> None:
     cells = [
         (TIED, Place(data=4, expert=expert, stage=stage, microbatches=2, shard_size=size))
-        for stage, size, expert in [(1, 2, 2), (2, 2, 1), (3, 2, 2), (3, 1, 1), (2, 1, 4), (3, 4, 2)]
+        for stage, size, expert in places
     ]
     require_equal(ranks, cells)
 
 
-def test_shard_groups_on_eight_ranks_equal_one_process(ranks: Any) -> None:
-    cells = [
-        (Job(), Place(pipe=2, data=4, stage=3, schedule="zb-v", microbatches=2, shard_size=2)),
-        (TIED, Place(pipe=2, data=4, stage=2, schedule="1f1b", microbatches=4, shard_size=2)),
-        (TIED, Place(pipe=2, data=4, stage=1, schedule="interleaved", microbatches=2, shard_size=2)),
-        (Job(), Place(data=4, tensor=2, stage=3, sequence_parallel=True, microbatches=2, shard_size=2)),
-        (Job(), Place(data=2, context=2, tensor=2, stage=2, microbatches=2, shard_size=2)),
-    ]
+EIGHT = [
+    (Job(), Place(pipe=2, data=4, stage=3, schedule="zb-v", microbatches=2, shard_size=2)),
+    (Job(), Place(data=2, context=2, tensor=2, stage=2, microbatches=2, shard_size=2)),
+]
+MORE_EIGHT = [
+    (TIED, Place(pipe=2, data=4, stage=2, schedule="1f1b", microbatches=4, shard_size=2)),
+    (TIED, Place(pipe=2, data=4, stage=1, schedule="interleaved", microbatches=2, shard_size=2)),
+    (Job(), Place(data=4, tensor=2, stage=3, sequence_parallel=True, microbatches=2, shard_size=2)),
+]
+
+
+@pytest.mark.parametrize("cells", [EIGHT, pytest.param(MORE_EIGHT, marks=pytest.mark.exhaustive)], ids=len)
+def test_shard_groups_on_eight_ranks_equal_one_process(ranks: Any, cells: list[Cell]) -> None:
     require_equal(ranks, cells)
 
 
@@ -78,11 +91,19 @@ def gpt_steps(zeros: Sequence[dict[str, Any]], **options: Any) -> list[list[Step
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "Lamb", "Muon"])
-def test_optimizers_step_groups_of_shards_as_one_process(ranks: Any, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "stages"),
+    [
+        ("AdamW", (2,)),
+        ("Lamb", (1, 3)),
+        ("Muon", (3,)),
+        *(pytest.param(name, (1, 2, 3), marks=pytest.mark.exhaustive) for name in ("AdamW", "Lamb", "Muon")),
+    ],
+)
+def test_optimizers_step_groups_of_shards_as_one_process(ranks: Any, optimizer: str, stages: tuple[int, ...]) -> None:
     options = {"optimizer": triax.Optimizer(optimizer, lr=1e-2)}
     [plain] = gpt_steps([{}], **options)
-    for rank in ranks(4, gpt_steps, [{"stage": stage, "shard_size": 2} for stage in (1, 2, 3)], **options):
+    for rank in ranks(4, gpt_steps, [{"stage": stage, "shard_size": 2} for stage in stages], **options):
         for steps in rank:
             assert_steps_equal(steps, plain)
 
@@ -107,12 +128,15 @@ def test_options_of_zero_act_within_groups_of_shards(ranks: Any, tmp_path: Any) 
             assert_steps_equal(steps, plain)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_groups_of_shards_sum_float64_gradients_in_float32(ranks: Any, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "sizes"),
+    [(1, [2]), (2, [1]), (3, [2]), *(pytest.param(s, [1, 2], marks=pytest.mark.exhaustive) for s in (1, 2, 3))],
+)
+def test_groups_of_shards_sum_float64_gradients_in_float32(ranks: Any, stage: int, sizes: list[int]) -> None:
     """What is sent between groups is rounded to float32; what is received replaces the group's own sum."""
     optimizer = triax.Optimizer("SGD", lr=1e-2)
     [plain] = gpt_steps([{}], optimizer=optimizer)
-    zeros = [{"stage": stage, "shard_size": size} for size in (1, 2)]
+    zeros = [{"stage": stage, "shard_size": size} for size in sizes]
     for rank in ranks(4, gpt_steps, zeros, optimizer=optimizer, reduction={"dtype": "fp32"}):
         for steps in rank:
             assert_steps_equal(steps, plain, rtol=1e-5, atol=1e-6)
@@ -168,7 +192,14 @@ def saved_and_loaded(folder: str, saved: dict[str, Any], loaded: dict[str, Any])
     assert_steps_equal(train(made[1], data[1], 2), train(made[0], data[0], 2))
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [((3, 2), (1, None)), ((2, None), (3, 2)), ((1, 2), (2, 1))])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ((3, 2), (1, None)),
+        ((2, None), (3, 2)),
+        pytest.param((1, 2), (2, 1), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_checkpoints_move_between_sizes_of_groups(
     ranks: Any, tmp_path: Any, saved: tuple[int, int | None], loaded: tuple[int, int | None]
 ) -> None:

@@ -250,12 +250,17 @@ _NVME = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 _WAYS: list[tuple[tuple[int, int, int], list[tuple[dict[str, Any], dict[str, Any]]]]] = [
     ((1, 2, 1), [({**PLAIN, QWZ: True}, {}), (ALL, {}), ({"stage": 1, QGZ: True}, {}), ({"stage": 2, QGZ: True}, {})]),
     ((1, 2, 1), [({**ALL, "offload_param": _NVME}, {}), ({**ALL, HPZ: 2, "offload_optimizer": _NVME}, {})]),
-    ((1, 4, 1), [(ALL, {}), ({**ALL, HPZ: 2}, {})]),
-    ((2, 2, 1), [(ALL, {}), (ALL, {"pipeline": {"schedule": "zb-h1"}})]),
+    ((1, 4, 1), [({**ALL, HPZ: 2}, {})]),
+    ((2, 2, 1), [(ALL, {"pipeline": {"schedule": "zb-h1"}})]),
 ]
+_MORE_WAYS = [((1, 4, 1), [(ALL, {})]), ((2, 2, 1), [(ALL, {})])]
 
 
-@pytest.mark.parametrize(("shape", "cases"), _WAYS, ids=["2", "2 offloaded", "4", "2x2"])
+@pytest.mark.parametrize(
+    ("shape", "cases"),
+    [*_WAYS, *(pytest.param(*way, marks=pytest.mark.exhaustive) for way in _MORE_WAYS)],
+    ids=["2", "2 offloaded", "4", "2x2", "4 alone", "2x2 in 1f1b"],
+)
 def test_zeropp_steps_equal_one_process_that_quantizes(ranks: Any, shape: Any, cases: Any) -> None:
     """Compare in float64 to 1e-10: weights, equal on all replicas; masters, never rounded; reduced gradients."""
     every = ranks(math.prod(shape), trained, shape, cases)

@@ -21,6 +21,7 @@ from triax.engine.optim.elementwise import Lion, UncorrectedAdam
 from triax.engine.optim.optimizers import names
 from triax.plugins.gradient_compression import OneBitAdam
 
+from support.sweeps import some
 from support.toys import mean_loss
 
 WIDTH, STEPS = 3, 5
@@ -231,7 +232,7 @@ def test_lion_and_adam_step_complex_numbers_as_their_real_parts(make: Any) -> No
     assert all(value.dtype == whole.dtype for value in optimizers[0].state[whole].values())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", some(range(4), [1, 3]))
 def test_lion_and_adam_follow_their_formulas_when_sharded(ranks: Any, stage: int) -> None:
     wanted = [reference(lion(0.1, (0.9, 0.999))), reference(adam(0.1, corrected=False, decoupled=True))]
     for zero in ({}, {"sub_group_size": 4}):

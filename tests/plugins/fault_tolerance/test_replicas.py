@@ -130,7 +130,13 @@ def test_remaining_replicas_take_the_steps_of_killed_ones(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("grid", "zero"), [({"pipe": 2}, 0), ({"data": 2}, 3), ({"data": 4}, {"stage": 2, "shard_size": 2})]
+    ("grid", "zero"),
+    [
+        ({"pipe": 2}, 0),
+        ({"data": 2}, {"stage": 3, "shard_size": 1}),
+        pytest.param({"data": 2}, 3, marks=pytest.mark.exhaustive),
+        pytest.param({"data": 4}, {"stage": 2, "shard_size": 2}, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_replicas_of_several_ranks_survive_a_kill(grid: dict[str, int], zero: int, tmp_path: Path) -> None:
     with coordinator(min_replicas=1) as address:

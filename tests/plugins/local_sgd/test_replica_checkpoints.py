@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from pathlib import Path
@@ -51,11 +52,16 @@ HALF: dict[str, Any] = {"bf16": {"enabled": True}, "communication_data_type": "b
 
 
 RESUMED: list[tuple[Case, int, dict[str, Any]]] = [
-    (((2, 2, 1), {"type": "diloco", "every": 3, **OUTER}, ADAMW), 4, {}),
-    (((1, 2, 2), {"type": "local_sgd", "every": 3, "average_optimizer": True}, SGD), 2, {}),
-    (((1, 4, 1), {"type": "diloco", "every": 2}, {"type": "Adafactor", "params": {"lr": 1e-2}}), 4, {}),
-    (((2, 2, 1), {"type": "diloco", "every": 3}, ADAMW), 4, HALF),
-    (((1, 4, 1), {"type": "async_diloco", "every": 2, "start_step": 3, "max_staleness": 0, **OUTER}, SGD), 1, {}),
+    (((1, 2, 1), {"type": "diloco", "every": 3, **OUTER}, ADAMW), 4, {}),
+    (((1, 2, 1), {"type": "local_sgd", "every": 3, "average_optimizer": True}, SGD), 2, {}),
+    (((1, 2, 1), {"type": "diloco", "every": 2}, {"type": "Adafactor", "params": {"lr": 1e-2}}), 4, {}),
+    (((1, 2, 1), {"type": "diloco", "every": 3}, ADAMW), 4, HALF),
+    (((1, 2, 1), {"type": "async_diloco", "every": 2, "start_step": 3, "max_staleness": 0, **OUTER}, SGD), 1, {}),
+]
+# On pipe 2 x data 2, data 2 x tensor 2, and four replicas.
+ON_FOUR = [
+    ((shape, *case[1:]), stop, more)
+    for shape, (case, stop, more) in zip([(2, 2, 1), (1, 2, 2), (1, 4, 1), (2, 2, 1), (1, 4, 1)], RESUMED, strict=True)
 ]
 
 
@@ -75,7 +81,7 @@ def load_on_another_grid(folder: str, number: int, shape: tuple[int, int, int], 
 
 
 def resumed_bitwise(ranks: Any, folder: Path, cases: list[tuple[Case, int, dict[str, Any]]]) -> list[Any]:
-    everyone: list[Any] = ranks(4, resumed, cases, str(folder), timeout=120)
+    everyone: list[Any] = ranks(math.prod(cases[0][0][0]), resumed, cases, str(folder), timeout=120)
     for number, case in enumerate(cases):
         for _, bitwise, (meetings, again), _ in (each[number] for each in everyone):
             assert bitwise and meetings == again, case
@@ -87,11 +93,12 @@ def test_more_kinds_of_local_updates_resume_bitwise(ranks: Any, tmp_path: Path) 
     resumed_bitwise(ranks, tmp_path, MORE_RESUMED)
 
 
+@pytest.mark.parametrize("cases", [RESUMED, pytest.param(ON_FOUR, marks=pytest.mark.exhaustive)], ids=["2", "4"])
 def test_local_updates_resume_at_any_step_and_replica_count(
-    ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, cases: list[tuple[Case, int, dict[str, Any]]]
 ) -> None:
     """Bitwise on the same number of replicas, at any step of a round; on another number from the replicas' mean."""
-    everyone = resumed_bitwise(ranks, tmp_path, RESUMED)
+    everyone = resumed_bitwise(ranks, tmp_path, cases)
     for number, local in ((0, {"type": "diloco", "every": 3, **OUTER}), (2, {"type": "diloco", "every": 2}), (0, None)):
         saved = {replica: weights for replica, _, _, weights in (each[number] for each in everyone)}
         mean = {name: sum(each[name] for each in saved.values()) / len(saved) for name in saved[0]}

@@ -15,7 +15,7 @@ import triax
 from triax import Grid
 from triax.train.methods import distill_loss, with_teacher
 
-from support.method_steps import GRIDS, STEPS, Place, descend, engine_at, gets_data, same_steps
+from support.method_steps import STEPS, Place, descend, engine_at, gets_data, grids, same_steps
 from support.toy_answers import SIZES, quiet, run_of, steps, tokenizer
 from support.trl_in_float64 import exact
 
@@ -134,7 +134,7 @@ def test_distillation_losses_and_weights_equal_trls(ranks: Any, tmp_path: Path, 
     loss, options = LOSSES[kind]
     (wanted,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300, **options)
     assert len(wanted) == len({*map(tuple, wanted)}) == steps
-    for place in GRIDS:
+    for place in grids(steps):
         same_steps(ranks, trained, tmp_path, wanted, place, loss, "live")
 
 
@@ -150,7 +150,7 @@ def test_distillation_losses_and_weights_follow_the_equations(
             teacher = model_of(1, LARGER)
             for step in range(steps):
                 torch.save(teacher(input_ids=batch_of(step)[0]).logits, tmp_path / f"{step}.pt")
-    for place in GRIDS if top_k else GRIDS[::2]:
+    for place in grids(steps)[:: 1 if top_k else 2]:
         same_steps(ranks, trained, tmp_path, wanted, place, loss, "live" if top_k else "stored", top_k)
 
 

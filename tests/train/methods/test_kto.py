@@ -13,7 +13,7 @@ import triax
 from triax import Grid
 from triax.train.methods import kto_loss, with_baseline, with_reference
 
-from support.method_steps import GRIDS, STEPS, WORDS, Place, engine_at, gets_data, same_steps
+from support.method_steps import STEPS, WORDS, Place, engine_at, gets_data, grids, same_steps
 from support.toy_answers import LETTERS, in_order, model_of, quiet, row_of, run_of, steps, tokenizer
 from support.trl_in_float64 import exact
 
@@ -81,5 +81,5 @@ def trained(folder: str, steps: int, place: Place) -> tuple[list[list[float]], d
 def test_kto_losses_and_weights_equal_trls(ranks: Any, tmp_path: Path, steps: int) -> None:
     (losses,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300)
     assert len(losses) == steps and max(losses)[0] - min(losses)[0] > 0.01
-    kls = [same_steps(ranks, trained, tmp_path, losses, place)["kl"] for place in GRIDS]
+    kls = [same_steps(ranks, trained, tmp_path, losses, place)["kl"] for place in grids(steps)]
     assert kls[0] > 0 and kls == pytest.approx(kls[:1] * 3, rel=1e-10)

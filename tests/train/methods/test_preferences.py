@@ -15,13 +15,13 @@ from triax import Grid
 from triax.train.methods import preference_loss, with_reference
 
 from support.method_steps import (
-    GRIDS,
     STEPS,
     WORDS,
     Place,
     descend,
     engine_at,
     gets_data,
+    grids,
     label_log_probs,
     same_steps,
 )
@@ -108,7 +108,7 @@ def plain_steps(folder: str, kind: str, count: int) -> list[list[float]]:
 def test_preference_losses_and_weights_equal_trls(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
     (losses,) = ranks(1, trl_steps, str(tmp_path), kind, steps, timeout=300)
     assert len(losses) == steps and max(losses)[0] - min(losses)[0] > 0.01
-    for place in GRIDS if kind == "dpo" else GRIDS[:1]:
+    for place in grids(steps) if kind == "dpo" else grids(steps)[:1]:
         metrics = same_steps(ranks, trained, tmp_path, losses, place, kind)
     assert metrics["rewards/margins"] != 0
     assert list(metrics) == [kind, *(f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies"))]
@@ -118,5 +118,5 @@ def test_preference_losses_and_weights_equal_trls(ranks: Any, tmp_path: Path, ki
 @pytest.mark.parametrize("kind", ["simpo", "orpo"])
 def test_preference_losses_and_weights_follow_the_equations(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
     (losses,) = ranks(1, plain_steps, str(tmp_path), kind, steps, timeout=300)
-    for place in GRIDS[1:]:
+    for place in grids(steps)[1:]:
         same_steps(ranks, trained, tmp_path, losses, place, kind)

@@ -70,12 +70,20 @@ def two_steps(axes: dict[str, Any], dtype: torch.dtype) -> tuple[list[Any], list
     return answers, rows, errors, rollouts.metrics
 
 
-def test_rollouts_on_grids_equal_one_process(ranks: Any) -> None:
+@pytest.mark.parametrize(
+    "grids",
+    [
+        [{"data": 2}, {"context": 2, "pipe": 2}],
+        pytest.param([{"pipe": 2, "tensor": 2}, {"data": 2, "tensor": 2}], marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_rollouts_on_grids_equal_one_process(ranks: Any, grids: list[dict[str, int]]) -> None:
     (wanted,) = ranks(1, two_steps, {}, torch.float64)
     answers, rows, _, metrics = wanted
     assert answers[0] != answers[1] and len({tuple(tokens) for tokens, _ in answers[0]}) > 8
-    for axes in ({"pipe": 2, "tensor": 2}, {"data": 2, "tensor": 2}, {"context": 2, "pipe": 2}):
-        everyone = ranks(4, two_steps, axes, torch.float64)
+    for axes in grids:
+        everyone = ranks(math.prod(axes.values()), two_steps, axes, torch.float64)
         for found in everyone:
             for mine, theirs in zip(found[0], answers, strict=True):
                 assert [tokens for tokens, _ in mine] == [tokens for tokens, _ in theirs]
@@ -85,7 +93,7 @@ def test_rollouts_on_grids_equal_one_process(ranks: Any) -> None:
             for step in (0, 2):  # the first step after a draw
                 assert found[2][step] == everyone[0][2][step] and found[2][step][1] < 1e-10
             assert found[2][1][1] > 1e-3  # the step after it has another policy
-        replicas = [everyone[0][1]] if "data" not in axes else [everyone[0][1], everyone[2][1]]
+        replicas = [everyone[0][1]] if "data" not in axes else [everyone[0][1], everyone[len(everyone) // 2][1]]
         for step, whole in enumerate(rows):
             for name, values in whole.items():
                 parts = torch.cat([replica[step][name] for replica in replicas])
