@@ -12,7 +12,7 @@ from ..base.errors import CheckpointError, ConfigError, escaped
 from ..base.files import check_output, read_text
 from .foreign_options import Command
 from .output import echo
-from .verbs import CommandGroup
+from .verbs import group
 
 if TYPE_CHECKING:
     from ..checkpoint.reader import Reader
@@ -20,13 +20,7 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = "checkpoints"  # folder of the checkpoints in the folder of a run of triax train
 
-checkpoint = typer.Typer(
-    name="checkpoint",
-    cls=CommandGroup,
-    help="Show, verify, convert, compare and prune checkpoints.",
-    no_args_is_help=True,
-    add_completion=False,
-)
+checkpoint = group("Show, verify, convert, compare and prune checkpoints.")
 
 Where = Annotated[
     str,

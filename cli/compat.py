@@ -11,15 +11,9 @@ import typer
 from ..base.errors import ConfigError
 from .foreign_options import Command
 from .output import echo
-from .verbs import CommandGroup
+from .verbs import group
 
-compat = typer.Typer(
-    name="compat",
-    cls=CommandGroup,
-    help="Check configurations that are written for another library.",
-    no_args_is_help=True,
-    add_completion=False,
-)
+compat = group("Check configurations that are written for another library.")
 
 
 @compat.callback()

@@ -14,18 +14,12 @@ import typer
 from ..base.errors import ConfigError, CorruptError
 from .foreign_options import Command
 from .output import echo, printable
-from .verbs import CommandGroup
+from .verbs import group
 
 if TYPE_CHECKING:
     from ..data.token_folder import TokenFolder
 
-data = typer.Typer(
-    name="data",
-    cls=CommandGroup,
-    help="Tokenize text, and show and verify tokens.",
-    no_args_is_help=True,
-    add_completion=False,
-)
+data = group("Tokenize text, and show and verify tokens.")
 
 Sources = Annotated[
     list[str],

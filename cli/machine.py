@@ -17,20 +17,14 @@ from ..base.tables import table, terminal
 from ..options.base import Options, option
 from .flags import one_line_errors, with_flags
 from .foreign_options import Command
-from .verbs import CommandGroup
+from .verbs import group
 
 # All else is imported where it is used: `triax --help` needs none of it.
 if TYPE_CHECKING:
     from ..models.config import TransformerConfig
     from ..plugins.plan.fit import MeasuredRun
 
-machine = typer.Typer(
-    name="machine",
-    cls=CommandGroup,
-    help="Time this machine, or fit a machine's figures to measured runs, for triax plan --machine.",
-    no_args_is_help=True,
-    add_completion=False,
-)
+machine = group("Time this machine, or fit a machine's figures to measured runs, for triax plan --machine.")
 
 NEEDED = ("model", "layout", "batch", "step_s")
 COLUMNS = (*NEEDED, "name", "fields", "sequence", "precision", "products", "memory_gib", "switches")

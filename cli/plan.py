@@ -28,7 +28,7 @@ from .plan_text import (
     trust_of,
     without,
 )
-from .verbs import VerbGroup
+from .verbs import VerbGroup, group
 
 # All else is imported where it is used: `triax --help` needs none of it.
 if TYPE_CHECKING:
@@ -37,12 +37,9 @@ if TYPE_CHECKING:
     from ..train.file import ReadFile
     from ..train.sections import TrainingFile
 
-plan = typer.Typer(
-    name="plan",
-    cls=VerbGroup,
-    help="Find the fastest layouts of a run on a cluster. triax plan --model ... is triax plan search --model ....",
-    no_args_is_help=True,
-    add_completion=False,
+plan = group(
+    "Find the fastest layouts of a run on a cluster. triax plan --model ... is triax plan search --model ....",
+    VerbGroup,
 )
 
 

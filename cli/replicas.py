@@ -14,15 +14,9 @@ from ..grid.environment import run_secret
 from ..options.launch import CoordinatorServer
 from .flags import with_flags
 from .foreign_options import Command
-from .verbs import CommandGroup
+from .verbs import group
 
-replicas = typer.Typer(
-    name="replicas",
-    cls=CommandGroup,
-    help="Run the coordinator of a run's replicas, or ask a replica to leave.",
-    no_args_is_help=True,
-    add_completion=False,
-)
+replicas = group("Run the coordinator of a run's replicas, or ask a replica to leave.")
 
 
 @replicas.command(cls=Command)

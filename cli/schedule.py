@@ -27,16 +27,12 @@ from .flags import one_line_errors, with_flags
 from .foreign_options import Command
 from .schedule_flags import ChangeFlags, ScheduleFlags, tuned
 from .schedule_text import comparison, report, row_report, summary, title
-from .verbs import VerbGroup
+from .verbs import VerbGroup, group
 
-schedule = typer.Typer(
-    name="schedule",
-    cls=VerbGroup,
-    help="Show, explain and compare pipeline schedules. triax schedule 1f1b is triax schedule show 1f1b. "
+schedule = group(
+    "Show, explain and compare pipeline schedules. triax schedule 1f1b is triax schedule show 1f1b. "
     f"The names are {', '.join(NAMES)}.",
-    short_help="Show, explain and compare pipeline schedules.",
-    no_args_is_help=True,
-    add_completion=False,
+    VerbGroup,
 )
 
 Shown = Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import typer
 from typer.core import TyperGroup
 
 from ..base.errors import ConfigError, no_such
@@ -43,6 +44,16 @@ class VerbGroup(CommandGroup):
     def first(self) -> Any:
         """The first verb."""
         return next(iter(self.commands.values()))
+
+
+def group(text: str, kind: type[CommandGroup] = CommandGroup) -> typer.Typer:
+    """Return a command with further commands, which its help lists.
+
+    Args:
+        text: what its help says first.
+        kind: ``VerbGroup`` if the first of them may be left out.
+    """
+    return typer.Typer(cls=kind, help=text, no_args_is_help=True, add_completion=False)
 
 
 def path_of(ctx: Any) -> str:
