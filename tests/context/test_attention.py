@@ -15,7 +15,18 @@ from triax.context import Sparsity, attention, block, block_sparse, make_sparsit
 from triax.context.context_attention import KINDS, context_attention
 from triax.grid import Grid
 
+from support.differences import largest
+
 BOUND = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holes(Sparsity):
+    """Blocks by chance, and two rows of blocks whose queries see no key."""
+
+    def _fill(self, blocks: Tensor, head: int) -> None:
+        blocks.copy_(torch.rand(blocks.shape, generator=torch.Generator().manual_seed(head)) < 0.5)
+        blocks[1::5] = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,10 @@ SPARSE = [
 # More than 32 blocks in a list, whose length is then rounded up.
 LONG = {"mode": "bigbird", "block": 2, "num_random_blocks": 33}
 SPARSE += [Case(kind, False, length=150, sparsity=make_sparsity(LONG)) for kind in KINDS]
+HOLES = [
+    Case(kind, causal, length=39, documents=True, sparsity=Holes(block=4), softcap=softcap)
+    for kind, causal, softcap in itertools.product(KINDS, (True, False), (None, 1.5))
+]
 SINKS = [
     Case(kind, causal, heads, length, documents, window, sinks=True)
     for (kind, causal), heads, (length, documents, window) in itertools.product(
@@ -154,10 +169,10 @@ def errors_on_rank(cases: list[Case]) -> list[float]:
         finally:
             block_sparse._BLOCK = before
         pairs = zip((out.detach(), *grads), (expected.detach(), *expected_grads), strict=True)
-        found.append(max(float((ours - shard(theirs, axis, dim=2)).abs().max()) for ours, theirs in pairs))
+        found.append(largest((ours - shard(theirs, axis, dim=2)).abs().max() for ours, theirs in pairs))
         if case.sinks:  # each rank has the gradient of its own tokens
             axis.all_reduce(part)
-            found[-1] = max(found[-1], float((part - total).abs().max()))
+            found[-1] = largest([found[-1], (part - total).abs().max()])
     return found
 
 
@@ -171,13 +186,13 @@ def require_equal_to_plain(ranks: Any, size: int, cases: list[Case]) -> None:
 def test_context_parallel_attention_equals_plain_attention(ranks: Any, size: int) -> None:
     """A sample with all combinations of two properties, because 5 and 11 divide none of their numbers of values."""
     step = 11 if size == 4 else 5
-    require_equal_to_plain(ranks, size, (PLAIN + ODD + SPARSE)[::step] + SINKS[::5] + CAPPED[::5] + REPEATED)
+    require_equal_to_plain(ranks, size, (PLAIN + ODD + SPARSE)[::step] + SINKS[::5] + CAPPED[::5] + REPEATED + HOLES)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_attention_with_every_option_equals_plain_attention(ranks: Any, size: int) -> None:
-    require_equal_to_plain(ranks, size, PLAIN + ODD + SPARSE + SINKS + CAPPED + REPEATED)
+    require_equal_to_plain(ranks, size, PLAIN + ODD + SPARSE + SINKS + CAPPED + REPEATED + HOLES)
 
 
 @pytest.mark.parametrize("kernel", ["flash", "plain"])

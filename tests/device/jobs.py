@@ -12,6 +12,8 @@ from torch import Tensor
 import triax
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 
+from support.differences import largest
+
 VOCABULARY, LENGTH, SAMPLES, STEPS = 61, 16, 8, 3
 CONFIG: dict[str, Any] = {
     "train_batch_size": SAMPLES,
@@ -90,4 +92,4 @@ def furthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     norms = {name: float(tensor.double().norm()) for name, tensor in wanted.items()}
     least = 1e-2 * math.hypot(*norms.values())
     away = {name: float((found[name].double() - tensor.double()).norm()) for name, tensor in wanted.items()}
-    return max(away[name] / max(norms[name], least) for name in wanted)
+    return largest(away[name] / max(norms[name], least) for name in wanted)

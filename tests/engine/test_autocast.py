@@ -22,6 +22,7 @@ from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
 from triax.models.gpt import GPTConfig, gpt_layers
 
+from support.differences import largest
 from support.reference import gpt_logits
 from support.toys import error_text
 from support.training import small_config
@@ -139,7 +140,7 @@ def stepped(
 def largest_relative_difference(found: Gradients, wanted: Gradients) -> float:
     """The largest difference of a gradient, by the norm of that gradient."""
     assert found.keys() == wanted.keys()
-    return max(((found[n] - w).norm() / w.norm()).item() for n, w in wanted.items())
+    return largest((found[n] - w).norm() / w.norm() for n, w in wanted.items())
 
 
 def assert_bitwise(found: Gradients, wanted: Gradients) -> None:

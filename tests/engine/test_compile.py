@@ -23,6 +23,7 @@ from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
 from triax.models.mixtral import MixtralConfig, mixtral_layers
 
+from support.differences import largest
 from support.module_training import CLIP, net
 from support.module_training import microbatch as module_microbatch
 from support.rank_checks import triax_warnings
@@ -110,7 +111,7 @@ def values(engine: triax.PipelineEngine) -> tuple[list[float], dict[str, Tensor]
 
 def largest_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     assert found.keys() == wanted.keys()
-    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+    return largest((found[name] - wanted[name]).abs().max() for name in wanted)
 
 
 def train_compiled_and_uncompiled(case: Case) -> tuple[Any, ...]:

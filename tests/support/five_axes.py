@@ -274,7 +274,8 @@ def _unequal(axis: Any, placed: Sequence[Any], bound: float = 0.0) -> list[str]:
     extremes = torch.cat([mine, -mine])  # the largest and the smallest of all in one message
     axis.all_reduce(extremes, op="max")
     spread = (extremes[: len(mine)] + extremes[len(mine) :]).split([p.parameter.numel() for p in placed])
-    return [f"{p.layout.name} over {axis.name}" for p, part in zip(placed, spread, strict=True) if part.max() > bound]
+    equal = [bool(part.max() <= bound) for part in spread]  # NaN is not
+    return [f"{p.layout.name} over {axis.name}" for p, same in zip(placed, equal, strict=True) if not same]
 
 
 Cell = tuple[Job, Place]

@@ -17,6 +17,7 @@ from triax.grid.layout import layout_of, set_layout
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from triax.zero import ShardedOptimizer, gathered
 
+from support.differences import largest
 from support.foreign_optimizers import Foreign
 from support.sharded_loops import STEPS, WIDTH, Net, backward, loss_of, microbatch, net, sharded_sgd
 from support.sweeps import some
@@ -158,7 +159,7 @@ def beside_ddp(passes: int, redundancy: bool) -> float:
         with gathered(mine):
             differences += [(a.detach().clone(), b) for a, b in zip(mine.parameters(), model.parameters())]
         for a, b in differences:
-            worst = max(worst, (a if b is None else a - b).abs().max().item() if a.numel() else 0.0)
+            worst = largest([worst, (a if b is None else a - b).abs().max() if a.numel() else 0.0])
     return worst
 
 
