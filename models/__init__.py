@@ -6,6 +6,8 @@ presets.py: the sizes of published models; rope_scaling.py: scalings of rotary p
 decoder.py: ``decoder_layers``, the one block and list of layers of all decoders but DeepSeek's.
 gpt.py, llama.py, mixtral.py: GPT, Llama and mixtures of experts, which are ``decoder.py`` with other defaults.
 deepseek.py: ``deepseek_layers``, the architecture of DeepSeek-V2 and DeepSeek-V3.
+dit.py: ``dit_layers``, diffusion transformers; dit_config.py: their configuration, without torch.
+diffusion.py: training samples and sampling of diffusion models: velocity (flow matching), noise (DDPM).
 mtp.py: multi-token prediction of DeepSeek-V3, and its loss; replicated_linear.py: linear layer without shards.
 layers.py: layers that all models share: token embedding and head, residual block, final norm, loss.
 log_probs.py: ``LogProbsLoss``, losses of the labels' log-probabilities.

@@ -8,6 +8,11 @@ from .config import MixtralConfig as MixtralConfig
 from .config import TransformerConfig as TransformerConfig
 from .decoder import decoder_layers as decoder_layers
 from .deepseek import deepseek_layers as deepseek_layers
+from .diffusion import FlowMatching as FlowMatching
+from .diffusion import NoisePrediction as NoisePrediction
+from .diffusion import diffusion_loss as diffusion_loss
+from .dit import dit_layers as dit_layers
+from .dit_config import DiTConfig as DiTConfig
 from .gpt import GPTLoss as GPTLoss
 from .huggingface.pipeline_layers import CausalLMLoss as CausalLMLoss
 from .huggingface.pipeline_layers import hf_layers as hf_layers

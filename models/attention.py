@@ -93,13 +93,15 @@ class CausalAttention(nn.Module):
     @property
     def refuses_slices(self) -> str | None:
         """Reason why the layer cannot run slices of sequences; None if it can."""
+        if not self.options.causal:
+            return "attends to later tokens too (causal=False)"
         if self.sparsity is not None:
             return "has sparse attention (<sparse_attention>), whose blocks slices would cut"
         return None
 
     @property
     def _plain(self) -> bool:
-        """True if the options let a token see itself and all earlier tokens, and leave scores as they are."""
+        """True if the options leave scores as they are, and a token sees all tokens, or itself and all earlier ones."""
         options = self.options
         return all(rule is None for rule in (options.window, options.chunk, options.softcap, self.sinks))
 
@@ -174,8 +176,8 @@ class CausalAttention(nn.Module):
         Args:
             q: (B, heads, T, dim).
             k, v: (B, kv_heads, S, dim). Each key/value head is paired here with the query heads that use it.
-            mask: mask that is added to the scores, (B or 1, 1, T, S). If None, the mask is causal, so that each token
-                attends to itself and to earlier tokens, within ``window`` and ``chunk``.
+            mask: mask that is added to the scores, (B or 1, 1, T, S). If None, each token attends to itself and to
+                earlier tokens, or with ``causal=False`` to all tokens, within ``window`` and ``chunk``.
 
         Returns:
             (B, heads, T, dim).
@@ -189,8 +191,9 @@ class CausalAttention(nn.Module):
             # Elsewhere than on a CPU no fused kernel takes both a mask and fewer heads of k and v.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = k.shape[1] != q.shape[1]
+        causal = mask is None and self.options.causal
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.options.scale, enable_gqa=grouped
+            q, k, v, attn_mask=mask, is_causal=causal, scale=self.options.scale, enable_gqa=grouped
         )
 
     def attend_in_parts(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -211,6 +214,7 @@ class CausalAttention(nn.Module):
             *(q, k, v),
             grid=self.grid,
             kind=self.kind,
+            causal=options.causal,
             documents=documents,
             window=options.window,
             sparsity=self.sparsity,

@@ -21,6 +21,7 @@ class ScoreOptions(Declared):
     rope: Rope | Alibi | None = option(
         None, "Rotary embedding of queries and keys, or Alibi, which needs scale; None: no positions."
     )
+    causal: bool = option(True, "A token attends to itself and to earlier tokens only; False: to all of its row.")
     window: int | None = option(
         None, "Tokens that a token attends to, itself included (sliding window); None: all before it."
     )
