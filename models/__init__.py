@@ -7,6 +7,7 @@ decoder.py: ``decoder_layers``, the one block and list of layers of all decoders
 gpt.py, llama.py, mixtral.py: GPT, Llama and mixtures of experts, which are ``decoder.py`` with other defaults.
 deepseek.py: ``deepseek_layers``, the architecture of DeepSeek-V2 and DeepSeek-V3.
 dit.py: ``dit_layers``, diffusion transformers; dit_config.py: their configuration, without torch.
+dit_weights.py: names of their weights in the library diffusers.
 diffusion.py: training samples and sampling of diffusion models: velocity (flow matching), noise (DDPM).
 mtp.py: multi-token prediction of DeepSeek-V3, and its loss; replicated_linear.py: linear layer without shards.
 layers.py: layers that all models share: token embedding and head, residual block, final norm, loss.

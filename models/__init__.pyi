@@ -13,6 +13,8 @@ from .diffusion import NoisePrediction as NoisePrediction
 from .diffusion import diffusion_loss as diffusion_loss
 from .dit import dit_layers as dit_layers
 from .dit_config import DiTConfig as DiTConfig
+from .dit_weights import dit_from_diffusers as dit_from_diffusers
+from .dit_weights import dit_to_diffusers as dit_to_diffusers
 from .gpt import GPTLoss as GPTLoss
 from .huggingface.pipeline_layers import CausalLMLoss as CausalLMLoss
 from .huggingface.pipeline_layers import hf_layers as hf_layers
