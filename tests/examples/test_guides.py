@@ -55,6 +55,7 @@ SLOW = {
     *("2 translate.py 2 zb-h1", "2 unet.py 2 interleaved", "2 exits.py 1", "2 tasks.py 1"),
     *("dpo.py 1 1", "kto.py 2 2", "reward.py 2 2", "distill.py 2 2", "captions.py 1 1"),
     *("grpo.py 1 1 240", "grpo.py 2 2 240"),
+    *("digits.py 1 600", "digits.py 2 600"),
     *("evaluate.py 1 1", "transfer.py 1 1 0", "transfer.py 1 1 3"),
 }
 # A package: the last tests of this file; a project: tests/testing/test_kit.py; tests/train/test_distill_run.py.

@@ -65,7 +65,7 @@ class PaperTime(nn.Module):
 
 def reference(config: DiTConfig) -> Any:
     """Return diffusers' model in float64 with random weights, none of them zero, and one embedding for all blocks."""
-    pytest.importorskip("diffusers", exc_type=ImportError)
+    pytest.importorskip("diffusers")
     from diffusers.models.embeddings import get_2d_sincos_pos_embed
     from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 
@@ -298,7 +298,7 @@ def test_a_perfect_prediction_samples_its_image(method: Any, steps: int) -> None
 
 
 def test_noise_prediction_samples_as_the_ddim_of_diffusers() -> None:
-    diffusers = pytest.importorskip("diffusers", exc_type=ImportError)
+    diffusers = pytest.importorskip("diffusers")
     scheduler = diffusers.DDIMScheduler(
         beta_end=0.02, beta_start=1e-4, clip_sample=False, timestep_spacing="trailing", set_alpha_to_one=True
     )
