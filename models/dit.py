@@ -191,7 +191,8 @@ class DiTHead(nn.Module):
         super().__init__()
         self.patch, self.side, width = config.patch_size, config.image_size // config.patch_size, config.hidden_size
         self.modulation = _modulation(width, 2, grid)
-        self.linear = ReplicatedLinear(width, self.patch**2 * config.out_channels, True, grid=grid, init=_ZERO)
+        pixels = self.patch**2 * (config.out_channels or config.num_channels)
+        self.linear = ReplicatedLinear(width, pixels, True, grid=grid, init=_ZERO)
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         """Compute the prediction."""

@@ -67,7 +67,6 @@ class DiTConfig(ModelConfig):
             raise ValueError(
                 f"out_channels is {self.out_channels}, fewer than num_channels={self.num_channels}. Give more, or 0."
             )
-        object.__setattr__(self, "out_channels", self.out_channels or self.num_channels)
 
     @property
     def intermediate_size(self) -> int:
