@@ -8,6 +8,9 @@ gpt.py, llama.py, mixtral.py: GPT, Llama and mixtures of experts, which are ``de
 deepseek.py: ``deepseek_layers``, the architecture of DeepSeek-V2 and DeepSeek-V3.
 encoder.py: ``encoder_layers``, BERT, ViT and others; encoder_config.py: their configuration, without torch.
 encoder_losses.py: losses of masked tokens and of classes.
+dit.py: ``dit_layers``, diffusion transformers; dit_config.py: their configuration, without torch.
+dit_weights.py: names of their weights in the library diffusers.
+diffusion.py: training samples and sampling of diffusion models: velocity (flow matching), noise (DDPM).
 mtp.py: multi-token prediction of DeepSeek-V3, and its loss; replicated_linear.py: linear layer without shards.
 layers.py: layers that all models share: token embedding and head, residual block, final norm, loss.
 log_probs.py: ``LogProbsLoss``, losses of the labels' log-probabilities.

@@ -9,6 +9,13 @@ from .config import MixtralConfig as MixtralConfig
 from .config import TransformerConfig as TransformerConfig
 from .decoder import decoder_layers as decoder_layers
 from .deepseek import deepseek_layers as deepseek_layers
+from .diffusion import FlowMatching as FlowMatching
+from .diffusion import NoisePrediction as NoisePrediction
+from .diffusion import diffusion_loss as diffusion_loss
+from .dit import dit_layers as dit_layers
+from .dit_config import DiTConfig as DiTConfig
+from .dit_weights import dit_from_diffusers as dit_from_diffusers
+from .dit_weights import dit_to_diffusers as dit_to_diffusers
 from .encoder import classification_layers as classification_layers
 from .encoder import encoder_layers as encoder_layers
 from .encoder_losses import ClassificationLoss as ClassificationLoss

@@ -1,4 +1,7 @@
-"""``TransformerConfig``: what the configurations of all models have. Without torch."""
+"""``ModelConfig`` and ``TransformerConfig``: what the configurations of all models, and of all with tokens, have.
+
+Without torch.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class TransformerConfig(Declared):
-    """Fields and checks that the configurations of all models share.
+class ModelConfig(Declared):
+    """Methods and checks that the configurations of all models share.
 
     A subclass may give an inherited field another default, as ``hidden_size: int = 8``: meaning and limits stay.
 
@@ -27,31 +30,8 @@ class TransformerConfig(Declared):
     """
 
     PRESETS: ClassVar[Presets] = {}
-    SHARDED: ClassVar[tuple[str, ...]] = ("num_attention_heads", "vocab_size")  # over the tensor axis
-    EPSILON: ClassVar[str] = "rms_norm_eps"  # the field with the epsilon of the norms
+    SHARDED: ClassVar[tuple[str, ...]] = ("num_attention_heads",)  # over the tensor axis
     LAYERS: ClassVar[str] = ""  # module and name of the function of the layers, which needs torch
-
-    vocab_size: int = option(REQUIRED, "Number of different tokens. The tensor axis need not divide it.", least=1)
-    max_position_embeddings: int = option(REQUIRED, "Length of the longest sequence, in tokens.", least=1)
-    hidden_size: int = option(REQUIRED, "Width of the residual stream.", least=1)
-    num_hidden_layers: int = option(REQUIRED, "Number of blocks.", least=1)
-    num_attention_heads: int = option(REQUIRED, "Number of query heads, at least as many as tensor ranks.", least=1)
-    _: KW_ONLY
-    dropout: float = option(
-        0.0,
-        "Dropout probability of the embeddings and of each residual branch's output.",
-        least=0.0,
-        below=1.0,
-    )
-    tie_word_embeddings: bool = option(False, "Output layer and token embedding share one weight.")
-    initializer_range: float = option(
-        0.02,
-        "Standard deviation of the initial weights. The last weight of a residual branch has initializer_range / "
-        "sqrt(2 num_hidden_layers) (Radford et al. 2019, section 2.3). Biases start at 0.",
-    )
-    sliding_window: int | None = option(
-        None, "Tokens that a token attends to, itself included; None: all before it.", least=1
-    )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         inherited: dict[str, Field[Any]] = {}
@@ -82,16 +62,6 @@ class TransformerConfig(Declared):
         """List the names of the fields."""
         return [field.name for field in fields(cls)]
 
-    @property
-    def layer_count(self) -> int:
-        """Number of entries in the model's list of layers: embedding, learned positions if any, blocks, norm, head."""
-        return self.num_hidden_layers + 3
-
-    @property
-    def norm_epsilon(self) -> float:
-        """Epsilon of the norms."""
-        return float(getattr(self, self.EPSILON))
-
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
         """Make a published configuration or a small one for tests by name, with the given fields changed.
@@ -116,11 +86,6 @@ class TransformerConfig(Declared):
     def presets(cls) -> tuple[str, ...]:
         """List the names of the presets that ``preset`` accepts."""
         return tuple(cls.PRESETS)
-
-    @property
-    def residual_std(self) -> float:
-        """Initial standard deviation of the last weight of each residual branch; a block has two such branches."""
-        return float(self.initializer_range / (2 * self.num_hidden_layers) ** 0.5)
 
     @property
     def parameter_count(self) -> int:
@@ -155,6 +120,51 @@ class TransformerConfig(Declared):
             experts: further arguments of its mixtures of experts, such as ``balance``.
         """
         return None
+
+
+@dataclass(frozen=True, repr=False)
+class TransformerConfig(ModelConfig):
+    """Fields that the configurations of all models with tokens share; otherwise as ``ModelConfig``."""
+
+    SHARDED: ClassVar[tuple[str, ...]] = ("num_attention_heads", "vocab_size")  # over the tensor axis
+    EPSILON: ClassVar[str] = "rms_norm_eps"  # the field with the epsilon of the norms
+
+    vocab_size: int = option(REQUIRED, "Number of different tokens. The tensor axis need not divide it.", least=1)
+    max_position_embeddings: int = option(REQUIRED, "Length of the longest sequence, in tokens.", least=1)
+    hidden_size: int = option(REQUIRED, "Width of the residual stream.", least=1)
+    num_hidden_layers: int = option(REQUIRED, "Number of blocks.", least=1)
+    num_attention_heads: int = option(REQUIRED, "Number of query heads, at least as many as tensor ranks.", least=1)
+    _: KW_ONLY
+    dropout: float = option(
+        0.0,
+        "Dropout probability of the embeddings and of each residual branch's output.",
+        least=0.0,
+        below=1.0,
+    )
+    tie_word_embeddings: bool = option(False, "Output layer and token embedding share one weight.")
+    initializer_range: float = option(
+        0.02,
+        "Standard deviation of the initial weights. The last weight of a residual branch has initializer_range / "
+        "sqrt(2 num_hidden_layers) (Radford et al. 2019, section 2.3). Biases start at 0.",
+    )
+    sliding_window: int | None = option(
+        None, "Tokens that a token attends to, itself included; None: all before it.", least=1
+    )
+
+    @property
+    def layer_count(self) -> int:
+        """Number of entries in the model's list of layers: embedding, learned positions if any, blocks, norm, head."""
+        return self.num_hidden_layers + 3
+
+    @property
+    def norm_epsilon(self) -> float:
+        """Epsilon of the norms."""
+        return float(getattr(self, self.EPSILON))
+
+    @property
+    def residual_std(self) -> float:
+        """Initial standard deviation of the last weight of each residual branch; a block has two such branches."""
+        return float(self.initializer_range / (2 * self.num_hidden_layers) ** 0.5)
 
 
 def whole_experts(own: Mapping[str, Any], given: Mapping[str, Any] | None) -> str | None:

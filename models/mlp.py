@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..grid import Grid
-from ..grid.randomness.random import Constant, Normal
+from ..grid.randomness.random import Constant, Distribution, Normal
 from ..moe.experts import clamped_swiglu
 from ..moe.layer import MoE
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -33,6 +33,7 @@ class MLP(nn.Module):
         grid, sequence_parallel: as for ``ResidualBlock``.
         activation: name in ``ACTIVATIONS``.
         bias: add biases, with initial value 0.
+        init, out_init: distributions of the initial weights, and of those of ``down``; None: the configuration's.
 
     Attributes:
         in_tiles: if set, called as ``in_tiles(run, x)`` in place of ``run(x)``: the option ``recompute.mlp_tile``.
@@ -48,13 +49,15 @@ class MLP(nn.Module):
         sequence_parallel: bool = False,
         activation: str = "silu",
         bias: bool = False,
+        init: Distribution | None = None,
+        out_init: Distribution | None = None,
     ) -> None:
         super().__init__()
         width, hidden, self.activation = config.hidden_size, config.intermediate_size, ACTIVATIONS[activation]
         common: dict[str, Any] = {"grid": grid, "unit": 1, "sequence_parallel": sequence_parallel, "bias": bias}
         common["bias_init"] = _ZERO
-        self._make_first(width, hidden, init=Normal(config.initializer_range), **common)
-        self.down = RowParallelLinear(hidden, width, init=Normal(config.residual_std), **common)
+        self._make_first(width, hidden, init=init or Normal(config.initializer_range), **common)
+        self.down = RowParallelLinear(hidden, width, init=out_init or Normal(config.residual_std), **common)
 
     def _make_first(self, width: int, hidden: int, **how: Any) -> None:
         self.up = ColumnParallelLinear(width, hidden, **how)

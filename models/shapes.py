@@ -11,11 +11,11 @@ from torch import nn
 
 from ..grid import Axis
 from ..pipe.spec import LayerSpec, TiedLayerSpec
-from .config_base import TransformerConfig
+from .config_base import ModelConfig
 
 
 def built_on_meta(
-    config: TransformerConfig, *, tensor: tuple[int, int] = (0, 1), expert: tuple[int, int] = (0, 1), **options: Any
+    config: ModelConfig, *, tensor: tuple[int, int] = (0, 1), expert: tuple[int, int] = (0, 1), **options: Any
 ) -> list[tuple[LayerSpec, nn.Module]]:
     """Build the layers of a model on the meta device, as one rank of a grid does.
 
@@ -35,7 +35,7 @@ def built_on_meta(
 
 
 @cache
-def parameter_count(config: TransformerConfig) -> int:
+def parameter_count(config: ModelConfig) -> int:
     """Return the number of parameters of a model, a tied one counted once."""
     counts: dict[Any, int] = {}
     for index, (spec, module) in enumerate(built_on_meta(config)):
