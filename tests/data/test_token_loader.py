@@ -140,13 +140,13 @@ def test_the_loader_resumes_bitwise_on_any_number_of_replicas(tokens: Path, pack
 
 @pytest.mark.parametrize("threads", [0, 1, 2])
 def test_advance_drops_microbatches_that_were_made_ahead(tokens: Path, threads: int) -> None:
-    """A loader that has read, and then goes along with other ranks, reads next what a loader that read all reads."""
+    """``advance(3)`` leaves a loader where reading three microbatches leaves it, whatever its threads have ready."""
     data = TokenData(tokens, 50)
-    straight = [rows_of([batch]) for batch in islice(data.loader(8, 2, seed=2, threads=0), 9)]
+    every = [rows_of([batch]) for batch in islice(data.loader(8, 2, seed=2, threads=0), 9)]
     loader = data.loader(8, 2, seed=2, threads=threads)
-    for number in (0, 4, 8):  # between them are three that others read
+    for number in (0, 4, 8):
         found = rows_of([next(loader)])
-        assert all(torch.equal(a, b) for a, b in zip(found, straight[number], strict=True)), number
+        assert all(torch.equal(a, b) for a, b in zip(found, every[number], strict=True)), number
         loader.advance(3)
     loader.close()
 
