@@ -7,6 +7,7 @@ import copy
 import io
 import os
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from triax.zero import ShardedOptimizer
 
 from support.horovod_models import MAKERS, Halves, groups, hvd_grid, loss_of, net, started
 from support.paths import DOCS
+
+require_equal = partial(torch.testing.assert_close, rtol=0, atol=0)  # of nests of tensors and numbers
 
 
 def clips_too_early() -> None:
@@ -123,25 +126,16 @@ def scheduled(how: str) -> tuple[list[list[float]], list[Tensor]]:
 def test_a_scheduler_goes_on_after_optimizer_state_is_loaded(ranks: Any, how: str) -> None:
     first, second = ranks(2, scheduled, how)
     assert first[0] == second[0] == [[0.025, 0.01], [0.0125, 0.005], [0.00625, 0.0025]]
-    assert same(first[1], second[1])
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b) and a.dtype == b.dtype
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
+    require_equal(first[1], second[1])
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_broadcasts_copy_optimizer_state_from_rank_1_to_rank_0(ranks: Any, kind: str) -> None:
     (untrained, with_state, with_all), (trained, _, kept) = ranks(2, states_around_broadcasts, kind)
     assert not untrained[1]["state"] and len(trained[1]["state"]) > 4
-    assert same(with_state, (untrained[0], trained[1]))  # Horovod makes a step to create state; it must not show
-    assert same(with_all, trained) and same(kept, trained)
+    require_equal(with_state, (untrained[0], trained[1]))  # Horovod makes a step to create state; it must not show
+    require_equal(with_all, trained)
+    require_equal(kept, trained)
 
 
 def wide_momentum(steps: int) -> tuple[Tensor, Tensor]:
@@ -169,8 +163,8 @@ def wide_momentum_of_a_rank(steps: int) -> tuple[Tensor, Tensor]:
 
 
 def test_broadcasts_do_not_round_fp32_state_of_bf16_weights(ranks: Any) -> None:
-    wanted = wide_momentum(3)
-    assert all(same(found, wanted) for found in ranks(2, wide_momentum_of_a_rank, 3))
+    for found in ranks(2, wide_momentum_of_a_rank, 3):
+        require_equal(found, wide_momentum(3))
 
 
 def test_broadcast_parameters_takes_buffers_and_numbers() -> None:
