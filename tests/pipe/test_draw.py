@@ -12,9 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from triax.cli.main import app
 from triax.pipe.program.costs import Costs
 from triax.pipe.program.draw import chrome_trace, picture, text
 from triax.pipe.program.offload import offload_pass
@@ -25,6 +23,7 @@ from triax.pipe.program.timeline import Span, Timeline
 from triax.pipe.schedules.choose import make_schedule
 from triax.pipe.schedules.registry import RECIPES
 
+from support.command_line import output_of
 from support.paths import DOCS
 from support.readme_blocks import blocks, programs
 
@@ -52,8 +51,8 @@ def test_pictures_of_the_pages_equal_the_output_of_the_commands() -> None:
     pairs = [(a.text, b.text) for a, b in pairwise(listed) if a.language == "console" and b.language == "text"]
     assert len(pairs) >= 5
     for command, shown in pairs:
-        run = CliRunner().invoke(app, shlex.split(command.removeprefix("$ "))[1:], env={"COLUMNS": "120"})
-        printed = [line.rstrip() for line in run.output.splitlines()]
+        output = output_of(*shlex.split(command.removeprefix("$ "))[1:], columns=120)
+        printed = [line.rstrip() for line in output.splitlines()]
         pictured = [line.rstrip() for line in shown.splitlines() if line.startswith(("rank", "copies"))]
         assert [line for line in pictured if line not in printed] == [], command
 
