@@ -84,17 +84,16 @@ class Momentum(Foreign):
 def test_optimizer_state_keeps_its_own_dtype_after_a_resume(
     tmp_path: Path, dtype: torch.dtype, state: torch.dtype
 ) -> None:
-    """Momentum that is narrower or wider than the weights goes on after a resume as without one, and as in PyTorch."""
+    """Momentum narrower or wider than the weights: a run that resumes after two steps has the weights of PyTorch."""
 
     def model() -> nn.Linear:
         torch.manual_seed(0)
         return nn.Linear(WIDTH, WIDTH).to(dtype)
 
-    def taken(steps: Tensor, engine: triax.ModuleEngine) -> triax.ModuleEngine:
+    def train(engine: triax.ModuleEngine, steps: Tensor) -> None:
         for x in steps:
             engine.backward(engine(x).square().mean())
             engine.step()
-        return engine
 
     xs = torch.randn(4, 2, WIDTH, dtype=torch.float64).to(dtype)
     plain = model()
@@ -103,19 +102,20 @@ def test_optimizer_state_keeps_its_own_dtype_after_a_resume(
         optimizer.zero_grad()
         plain(x).square().mean().backward()
         optimizer.step()
+    bound = 1e-10 if dtype == torch.float64 else 2 * torch.finfo(dtype).eps  # weights are below 1: two roundings
     for stage in range(3):
         common: Any = {"optimizer": partial(Momentum, dtype=state), "batch": 2, "zero": stage}
-        engines = [triax.Engine(model(), **common) for _ in "ab"]
-        taken(xs[:2], engines[0]).save_checkpoint(tmp_path)
-        engines[1].load_checkpoint(tmp_path)
-        for engine in engines:
-            weights = taken(xs[2:], engine).module.parameters()
+        first, resumed = (triax.Engine(model(), **common) for _ in range(2))
+        train(first, xs[:2])
+        first.save_checkpoint(tmp_path)
+        resumed.load_checkpoint(tmp_path)
+        for engine in (first, resumed):
+            train(engine, xs[2:])
             assert engine.optimizer is not None
             assert {entries["momentum"].dtype for entries in engine.optimizer.state.values()} == {state}
-            for weight, wanted, same in zip(weights, plain.parameters(), engines[0].module.parameters(), strict=True):
-                assert torch.equal(weight, same)
-                bound = 1e-10 if dtype == torch.float64 else 2 * torch.finfo(dtype).eps
-                torch.testing.assert_close(weight, wanted, rtol=0, atol=bound)
+        for weight, same, wanted in zip(*(each.parameters() for each in (resumed.module, first.module, plain))):
+            assert torch.equal(weight, same)
+            torch.testing.assert_close(weight, wanted, rtol=0, atol=bound)
 
 
 def messages_of(folder: str, dtype: torch.dtype, loads: bool) -> list[str]:

@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from typer.testing import CliRunner
 
 import triax
 from triax.checkpoint.convert.inert import Inert, read_pickle, read_torch_file
-from triax.cli.main import app
+
+from support.command_line import output_of, run_triax
 
 WORDS, PADDED, LAYERS, T = 51, 64, 4, 2
 CONFIGS: dict[str, Any] = {
@@ -41,7 +41,6 @@ CONFIGS: dict[str, Any] = {
     "llama": triax.LlamaConfig(WORDS, 16, 32, LAYERS, 8, 4, 24),
     "qwen": triax.LlamaConfig(WORDS, 16, 32, LAYERS, 8, 2, 24, 8, qkv_bias=True, tie_word_embeddings=True),
 }
-RUN = CliRunner()
 
 
 def original(case: str) -> Any:
@@ -292,9 +291,8 @@ def write_distributed(folder: Path, case: str, stacked: bool) -> Path:
 
 def check_import(source: Path, case: str, tmp_path: Path) -> None:
     forget()
-    done = RUN.invoke(app, ["checkpoint", "import", str(source), str(tmp_path / "ours"), "--vocab-size", str(WORDS)])
-    assert done.exit_code == 0, done.output
-    assert f"{PADDED - WORDS} rows that pad the vocabulary" in done.output
+    output = output_of("checkpoint", "import", source, tmp_path / "ours", "--vocab-size", WORDS, columns=200)
+    assert f"{PADDED - WORDS} rows that pad the vocabulary" in output
     config = CONFIGS[case]
     layers = triax.gpt_layers(config) if case == "gpt" else triax.llama_layers(config)
     module = triax.PipelineModule(layers, grid=triax.Grid(), seed=1)
@@ -335,8 +333,7 @@ def test_imported_megatron_checkpoints_export_to_hugging_face(tmp_path: Path) ->
     import transformers
 
     check_import(write_distributed(tmp_path / "theirs", "llama", True), "llama", tmp_path)
-    done = RUN.invoke(app, ["checkpoint", "export", str(tmp_path / "ours"), str(tmp_path / "hf"), "--format", "hf"])
-    assert done.exit_code == 0, done.output
+    output_of("checkpoint", "export", tmp_path / "ours", tmp_path / "hf", "--format", "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
         logits = model(torch.arange(24).view(2, 12) * 2).logits
@@ -357,9 +354,8 @@ def test_unsupported_megatron_models_are_refused(tmp_path: Path, change: dict[st
     args = argparse.Namespace(**{**vars(arguments("llama")), **change})
     torch.save({"args": args, "iteration": 40}, folder / "common.pt")
     forget()
-    done = RUN.invoke(app, ["checkpoint", "import", str(folder), str(tmp_path / "ours")])
-    assert done.exit_code != 0
-    assert message in str(done.exception) + done.output
+    code, output = run_triax("checkpoint", "import", folder, tmp_path / "ours")
+    assert code == 2 and message in output
 
 
 ran: list[str] = []

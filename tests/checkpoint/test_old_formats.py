@@ -16,13 +16,13 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import triax
 from triax.checkpoint.format.folder import verify
 from triax.checkpoint.format.index import read_index
 from triax.checkpoint.reader import Reader
-from triax.cli.main import app
+
+from support.command_line import output_of
 
 FIXTURES = Path(__file__).parent / "fixtures"
 EXPECTED: dict[str, Any] = json.loads((FIXTURES / "expected.json").read_text())
@@ -179,8 +179,7 @@ def test_old_checkpoints_hold_the_recorded_tensors(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_an_old_checkpoint_exports_to_hugging_face(name: str, tmp_path: Path) -> None:
     """The index has the field names of triax 0.1.0, such as ``width`` for ``hidden_size``."""
-    told = CliRunner().invoke(app, ["checkpoint", "export", str(FIXTURES / name), str(tmp_path), "--format", "hf"])
-    assert told.exit_code == 0, told.output
+    output_of("checkpoint", "export", FIXTURES / name, tmp_path, "--format", "hf")
     config = json.loads((tmp_path / "config.json").read_text())
     config.pop("transformers_version", None)
     assert config == EXPECTED[name]["hf"]["config"]

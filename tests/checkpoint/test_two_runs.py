@@ -23,6 +23,7 @@ from triax.checkpoint.format.index import Index, read_index
 from triax.cli.main import app
 from triax.testing.pool import RankFailure, slowdown
 
+from support.command_line import output_of
 from support.rank_checks import triax_warnings
 from support.small_checkpoints import problems, small_engine, small_steps
 from support.toys import error_text
@@ -288,7 +289,7 @@ def test_unfinished_checkpoints_of_a_killed_run_are_removed(ranks: Any, tmp_path
         small_steps(mine)
         assert mine.save_checkpoint(tmp_path, "other")
     else:
-        assert CliRunner().invoke(app, ["checkpoint", "prune", str(tmp_path), "--keep", "1"]).exit_code == 0
+        output_of("checkpoint", "prune", tmp_path, "--keep", 1)
     assert not parts(tmp_path)
     if way != "start":
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import re
 import runpy
 import shutil
@@ -25,6 +26,7 @@ from support.paths import ROOT
 from support.rank_checks import triax_warnings
 from support.toys import error_text
 from support.trainer_jobs import (
+    ACCUMULATION,
     Text,
     logged,
     model_of,
@@ -403,15 +405,22 @@ def test_workers_of_tensor_ranks_are_seeded_alike(ranks: Any, tmp_path: Path) ->
     assert sorted(found) == [(0, 7), (0, 7), (1, 7 + 2), (1, 7 + 2)]
 
 
-def noisy(out: str, config: Any, alpha: float | None, fresh: bool) -> tuple[list[float], list[int]]:
-    """Losses, and how many hooks the embedding has in each step."""
+def noise_of_embeddings(
+    out: str, config: Any, alpha: float | None, fresh: bool
+) -> tuple[list[float], list[tuple[int, float]]]:
+    """Return the losses, and the length of the rows and the largest noise of each microbatch."""
     import transformers
 
-    hooks: list[int] = []
+    noises: list[tuple[int, float]] = []
+
+    def measure(embedding: Any, ids: Any, output: Tensor) -> None:
+        if embedding.training:
+            noises.append((output.shape[1], (output - embedding.forward(*ids)).abs().max().item()))
 
     class Watch(transformers.TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            hooks.append(len(trainer.model.get_input_embeddings()._forward_hooks))
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 0:  # behind NEFTune's own hook
+                trainer.model.get_input_embeddings().register_forward_hook(measure)
 
     options: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no", "neftune_noise_alpha": alpha}
     trainer = trainer_of("gpt2", out, 1, config, max_steps=2, **options)
@@ -419,17 +428,16 @@ def noisy(out: str, config: Any, alpha: float | None, fresh: bool) -> tuple[list
     if fresh:
         trainer.model_init = lambda: model_of("gpt2")
     trainer.train()
-    return logged(trainer)["loss"], hooks
+    return logged(trainer)["loss"], noises
 
 
 def test_noise_on_embeddings_reaches_tensor_ranks(ranks: Any, tmp_path: Path) -> None:
-    """NEFTune's hook is on the module that runs, which is the sharded one; with ``model_init`` too."""
-    (quiet, none), _ = ranks(2, noisy, str(tmp_path), zero(0, 2), None, False)
-    assert none == [0, 0]
-    for fresh in (False, True):
-        (losses, hooks), (others, _) = ranks(2, noisy, str(tmp_path), zero(0, 2), 50.0, fresh)
-        assert hooks == [1, 1] and losses == pytest.approx(others, abs=1e-6)
-        assert all(abs(loud - still) > 1e-3 for loud, still in zip(losses, quiet, strict=True))
+    """The sharded embedding has NEFTune's noise, uniform in alpha / sqrt(length * width), with ``model_init`` too."""
+    for alpha, fresh in ((None, False), (50.0, False), (50.0, True)):
+        first, second = ranks(2, noise_of_embeddings, str(tmp_path), zero(0, 2), alpha, fresh)
+        assert first == second and len(first[0]) == 2 and len(first[1]) == 2 * ACCUMULATION
+        for length, noise in first[1]:
+            assert noise == pytest.approx((alpha or 0) / math.sqrt(length * 32), rel=0.02)
 
 
 def cycled(out: str, resume: str | None = None) -> list[tuple[float, float]]:

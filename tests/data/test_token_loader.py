@@ -140,13 +140,13 @@ def test_the_loader_resumes_bitwise_on_any_number_of_replicas(tokens: Path, pack
 
 @pytest.mark.parametrize("threads", [0, 1, 2])
 def test_advance_drops_microbatches_that_were_made_ahead(tokens: Path, threads: int) -> None:
-    """A loader that has read, and then goes along with other ranks, reads next what a loader that read all reads."""
+    """``advance(3)`` leaves a loader where reading three microbatches leaves it, whatever its threads have ready."""
     data = TokenData(tokens, 50)
-    straight = [rows_of([batch]) for batch in islice(data.loader(8, 2, seed=2, threads=0), 9)]
+    every = [rows_of([batch]) for batch in islice(data.loader(8, 2, seed=2, threads=0), 9)]
     loader = data.loader(8, 2, seed=2, threads=threads)
-    for number in (0, 4, 8):  # between them are three that others read
+    for number in (0, 4, 8):
         found = rows_of([next(loader)])
-        assert all(torch.equal(a, b) for a, b in zip(found, straight[number], strict=True)), number
+        assert all(torch.equal(a, b) for a, b in zip(found, every[number], strict=True)), number
         loader.advance(3)
     loader.close()
 
@@ -290,22 +290,20 @@ def test_wrong_arguments_of_token_data_are_named(tokens: Path, tmp_path: Path) -
         assert "\n" not in str(raised.value)
 
 
-def test_a_token_that_the_index_does_not_state_is_named_with_its_line(tmp_path: Path) -> None:
-    path = folder(tmp_path, 30)
-    opened = TokenFolder(path)
-    number, file = 20, opened.files[1]
-    place = int(opened.starts[number] - opened.first_token[1])
-    raw = bytearray(file.path.read_bytes())
-    raw[len(raw) - len(file.tokens) + place] = 200
-    file.path.write_bytes(raw)
+def test_a_token_above_the_largest_of_the_index_is_named(tmp_path: Path) -> None:
+    """A damaged byte is named with its document and the line of its source; the loader stays where it is."""
+    path = folder(tmp_path, 30)  # a token is a byte, and document 20 is "20:" with letters up to "z", which is 122
+    (damaged,) = (file.path for file in TokenFolder(path).files if b"20:" in file.path.read_bytes())
+    damaged.write_bytes(damaged.read_bytes().replace(b"20:", b"\xc80:"))
     loader = TokenData(path, 16).loader(2, 2, threads=1)
     with pytest.raises(CorruptError, match=r"document 20 \(.*tokens.jsonl, line 21\) has the token 200, but .* 122"):
         rows_of(islice(loader, loader.rows.count))
-    before = loader.state_dict()
-    with pytest.raises(CorruptError, match="document 20 "):  # the place has not moved
+    position = loader.state_dict()
+    with pytest.raises(CorruptError, match="document 20 "):
         next(loader)
-    assert loader.state_dict() == before
-    assert [line.partition(" is ")[2][:7] for line in TokenFolder(path).verify()] == ["damaged"]
+    assert loader.state_dict() == position
+    (problem,) = TokenFolder(path).verify()
+    assert " is damaged" in problem
 
 
 # ------------------------------------------------------------------------------------------- in an engine, on a grid

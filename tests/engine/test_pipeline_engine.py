@@ -207,11 +207,12 @@ def test_data_order_is_equal_for_all_numbers_of_replicas() -> None:
 
 
 def test_data_order_changes_with_seed_and_epoch() -> None:
+    """Each iteration is an epoch, and the attribute ``epoch`` chooses the next one."""
     order, later = order_of(), order_of()
+    first, second = [*chain(*order)], [*chain(*order)]
+    assert first != second and first != [*chain(*order_of(seed=6))]
     later.epoch = 1
-    first = [*chain(*order)]
-    assert [*chain(*order_of(seed=6))] != first
-    assert [*chain(*order)] == [*chain(*later)] != first  # a second iteration by hand is the next epoch too
+    assert [*chain(*later)] == second
 
 
 def test_a_global_batch_over_the_data_set_is_refused() -> None:

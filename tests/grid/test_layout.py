@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from itertools import pairwise
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from triax.grid import Grid
 from triax.grid.assemble import assemble
@@ -135,19 +136,30 @@ def test_invalid_layouts_of_a_parameter_are_refused(wrong: object, message: str)
 
 @pytest.mark.parametrize(("tensors", "experts"), [(1, 2), (2, 1), (2, 2), (3, 4)])
 def test_shards_over_two_axes_assemble_to_the_whole_tensor(tensors: int, experts: int) -> None:
+    """Of 4 experts with matrices (6, 5): whole matrices, columns, and rows in two parts of 2 and 4."""
     whole = torch.arange(4 * 6 * 5).view(4, 6, 5)
-    for layout in (
-        Layout((4, 6, 5), expert_dim=0),
-        Layout((4, 6, 5), expert_dim=0, shard_dim=1, parts=(2, 4)),
-        Layout((4, 6, 5), expert_dim=0, shard_dim=2),
-    ):
-        shards = [[layout.shard(whole, t, tensors, (e, experts)) for t in range(tensors)] for e in range(experts)]
-        for e, row in enumerate(shards):
-            assert [tuple(each.shape) for each in row] == [
-                layout.local_shape(t, tensors, (e, experts)) for t in range(tensors)
-            ]
+
+    def share(start: int, length: int, rank: int, size: int) -> list[int]:
+        return [*range(start + length * rank // size, start + length * (rank + 1) // size)]
+
+    for shard_dim, parts in ((None, None), (2, None), (1, (2, 4))):
+        layout = Layout((4, 6, 5), expert_dim=0, shard_dim=shard_dim, parts=parts)
+        shards: list[list[Tensor]] = [[] for _ in range(experts)]
+        for expert, tensor in itertools.product(range(experts), range(tensors)):
+            shard = layout.shard(whole, tensor, tensors, (expert, experts))
+            wanted = whole[share(0, 4, expert, experts)]
+            if shard_dim == 2:
+                wanted = wanted[:, :, share(0, 5, tensor, tensors)]
+            elif shard_dim == 1:
+                wanted = wanted[:, share(0, 2, tensor, tensors) + share(2, 4, tensor, tensors)]
+            assert torch.equal(shard, wanted)
+            assert layout.local_shape(tensor, tensors, (expert, experts)) == wanted.shape
+            shards[expert].append(shard)
         assert torch.equal(layout.assemble_experts(shards), whole)
-    assert layout.replicas == "expert_data" and Layout((4,)).replicas == "data_context"
+
+
+def test_replicas_of_experts_lie_on_an_axis_of_their_own() -> None:
+    assert Layout((4, 6, 5), expert_dim=0).replicas == "expert_data" and Layout((4,)).replicas == "data_context"
 
 
 def test_an_expert_dim_that_is_no_dim_is_refused() -> None:

@@ -77,22 +77,24 @@ def test_chat_answers_equal_those_of_transformers(ranks: Any, folder: Path) -> N
 
 
 def test_special_tokens_end_an_answer_and_are_not_shown(folder: Path, tmp_path: Path) -> None:
-    """Where the config names no end, the answer went on behind the tokenizer's, and showed it."""
+    """The tokenizer's end ends an answer if the configuration names no end; no special token is printed."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=True)["input_ids"]
-    made = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0].tolist()[len(ids) :]
-    at = next(place for place in range(2, 8) if made[place] not in made[:place])
-    rows = model.lm_head.weight.data
-    own = tokenizer.eos_token_id
-    rows[[own, made[at]]] = rows[[made[at], own]]  # now the model ends its answer there
-    for end, shown in ((None, made[:at]), (279, [*made[:at], own])):
-        model.config.eos_token_id = model.generation_config.eos_token_id = end
+    answer = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0].tolist()[len(ids) :]
+    # Exchange the output rows of a token of the answer and of the tokenizer's end: now the answer has the end there.
+    length = next(place for place in range(2, 8) if answer[place] not in answer[:place])
+    rows, exchanged = model.lm_head.weight.data, [tokenizer.eos_token_id, answer[length]]
+    rows[exchanged] = rows[exchanged[::-1]]
+    shown = tokenizer.decode(answer[:length], skip_special_tokens=True) + "\n"
+    unused = model.config.vocab_size - 1
+    for end_of_config, limit in ((None, 8), (unused, length + 1)):
+        model.config.eos_token_id = model.generation_config.eos_token_id = end_of_config
         model.save_pretrained(tmp_path / "model")
         tokenizer.save_pretrained(tmp_path / "model")
-        words = (tmp_path / "model", "--chat", "--prompt", "hello", "--temperature", 0)
-        code, out, err = run_main("generate", *words, "--max-new-tokens", 8 if end is None else at + 1)
-        assert (code, out) == (0, tokenizer.decode(shown, skip_special_tokens=True) + "\n"), err
+        words = (tmp_path / "model", "--chat", "--prompt", "hello", "--temperature", 0, "--max-new-tokens", limit)
+        code, out, err = run_main("generate", *words)
+        assert (code, out) == (0, shown), err
 
 
 def two_stages(folder: Path, words: tuple[object, ...], lines: str) -> tuple[Any, str, str]:

@@ -99,13 +99,14 @@ def step(zero: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def steps(ranks: Any) -> dict[int, list[dict[str, Any]]]:
+def by_stage(ranks: Any) -> dict[int, list[dict[str, Any]]]:
+    """For each stage of ZeRO, the results of one step on the four ranks: two stages of a pipeline, two replicas."""
     return {zero: ranks(4, step, zero) for zero in (0, 1, 2, 3)}
 
 
 @pytest.fixture(scope="module")
 def wanted() -> dict[str, Tensor]:
-    """The gradients before clipping."""
+    """Gradients of the whole batch by plain autograd on one process, before clipping."""
     return plain(ends_tied())[1]
 
 
@@ -117,17 +118,17 @@ def clipped(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: g * CLIP / (norm(gradients) + 1e-6) for name, g in gradients.items()}
 
 
-def test_01_pipelined_gradients_equal_unpipelined_ones(steps: Any, wanted: dict[str, Tensor]) -> None:
-    """picotron's are too large by the number of microbatches, and Adam, which divides scale away, hides it."""
+def test_01_pipelined_gradients_equal_unpipelined_ones(by_stage: Any, wanted: dict[str, Tensor]) -> None:
+    """Not only weights: picotron's gradients are too large by the number of microbatches, which Adam hides."""
     assert norm(wanted) > 2 * CLIP
-    for result in steps[0]:
+    for result in by_stage[0]:
         same(result["gradients"]["layers.1.weight"], clipped(wanted)["layers.1.weight"])
 
 
-def test_02_tied_gradients_are_summed_before_replicas_are(steps: Any, wanted: dict[str, Tensor]) -> None:
+def test_02_tied_gradients_are_summed_before_replicas_are(by_stage: Any, wanted: dict[str, Tensor]) -> None:
     """Megatron-LM reduce-scattered a tied embedding over the replicas before its stages had been added up."""
     for zero in (0, 1, 2, 3):
-        for result in steps[zero]:
+        for result in by_stage[zero]:
             same(result["gradients"]["layers.0.weight"], clipped(wanted)["layers.0.weight"])
         for ops in lower(make_schedule("1f1b", 3, 4), zero, ties=[(0, 2)]).ops:
             tied_at = [i for i, op in enumerate(ops) if op.kind == "TIED"]
@@ -136,30 +137,30 @@ def test_02_tied_gradients_are_summed_before_replicas_are(steps: Any, wanted: di
             assert (not tied_at and not stages) or min(final) > max(tied_at)
 
 
-def test_04_the_norm_counts_each_element_once(steps: Any, wanted: dict[str, Tensor]) -> None:
+def test_04_the_norm_counts_each_element_once(by_stage: Any, wanted: dict[str, Tensor]) -> None:
     """Megatron-LM's norm missed some elements, and a fork's counted some twice: 1.36 to 1.52 times too large."""
     for zero in (0, 1, 2, 3):
-        assert [r["norm"] for r in steps[zero]] == pytest.approx([norm(wanted)] * 4, rel=1e-10)
+        assert [r["norm"] for r in by_stage[zero]] == pytest.approx([norm(wanted)] * 4, rel=1e-10)
 
 
-def test_09_every_zero_stage_runs_under_a_pipeline(steps: Any, wanted: dict[str, Tensor]) -> None:
+def test_09_every_zero_stage_runs_under_a_pipeline(by_stage: Any, wanted: dict[str, Tensor]) -> None:
     """DeepSpeed has refused ZeRO 2 and 3 under its pipeline since they were asked for in 2021."""
     for zero in (1, 2, 3):
-        for result in steps[zero]:
+        for result in by_stage[zero]:
             same(result["gradients"], clipped(wanted))
 
 
-def test_13_the_clipping_norm_covers_every_stage(steps: Any) -> None:
+def test_13_the_clipping_norm_covers_every_stage(by_stage: Any) -> None:
     """DeepSpeed clipped by the first stage's norm alone (8.78 of 13.34): updates were 1.5 times too large."""
     for zero in (0, 1, 2, 3):
-        assert [r["moved"] for r in steps[zero]] == pytest.approx([LR * CLIP] * 4, rel=1e-4)
+        assert [r["moved"] for r in by_stage[zero]] == pytest.approx([LR * CLIP] * 4, rel=1e-4)
 
 
-def test_16_a_module_listed_twice_is_one_module(steps: Any) -> None:
+def test_16_a_module_listed_twice_is_one_module(by_stage: Any) -> None:
     """In DeepSpeed a module listed twice became two, and a tied Linear's bias drifted: only `weight` was kept equal."""
     for zero in (0, 1, 2, 3):
-        assert steps[zero][0]["tied"].keys() == {"layers.0.weight", "layers.0.bias"}
-        assert all(torch.equal(r["tied"][n], t) for r in steps[zero] for n, t in steps[zero][0]["tied"].items())
+        assert by_stage[zero][0]["tied"].keys() == {"layers.0.weight", "layers.0.bias"}
+        assert all(torch.equal(r["tied"][n], t) for r in by_stage[zero] for n, t in by_stage[zero][0]["tied"].items())
     twice = nn.Linear(WIDTH, WIDTH)
     module = model([twice, torch.tanh, twice], chunks=3)
     assert list(named(module)) == ["layers.0.weight", "layers.0.bias"]

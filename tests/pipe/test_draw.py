@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from itertools import chain, combinations, pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from triax.cli.main import app
 from triax.pipe.program.costs import Costs
 from triax.pipe.program.draw import chrome_trace, picture, text
 from triax.pipe.program.offload import offload_pass
@@ -23,18 +23,20 @@ from triax.pipe.program.timeline import Span, Timeline
 from triax.pipe.schedules.choose import make_schedule
 from triax.pipe.schedules.registry import RECIPES
 
+from support.command_line import output_of
 from support.paths import DOCS
 from support.readme_blocks import blocks, programs
 
 
-def plain(subject: object) -> list[str]:
+def text_lines(*subject: Any, **options: Any) -> list[str]:
+    """Return the lines of a picture in text, without its colors."""
     console = Console(width=500, no_color=True, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(subject)
+    console.print(text(*subject, **options))
     return console.export_text().splitlines()
 
 
 def test_a_text_picture_shows_each_op_in_cells() -> None:
-    lines = plain(text(make_schedule("1f1b", 2, 3)))
+    lines = text_lines(make_schedule("1f1b", 2, 3))
     assert lines[:2] == [
         "rank 0 F0=F1=......B0====F2=B1====...B2====",
         "rank 1 ...F0=B0====F1=B1====F2=B2====......",
@@ -49,8 +51,8 @@ def test_pictures_of_the_pages_equal_the_output_of_the_commands() -> None:
     pairs = [(a.text, b.text) for a, b in pairwise(listed) if a.language == "console" and b.language == "text"]
     assert len(pairs) >= 5
     for command, shown in pairs:
-        run = CliRunner().invoke(app, shlex.split(command.removeprefix("$ "))[1:], env={"COLUMNS": "120"})
-        printed = [line.rstrip() for line in run.output.splitlines()]
+        output = output_of(*shlex.split(command.removeprefix("$ "))[1:], columns=120)
+        printed = [line.rstrip() for line in output.splitlines()]
         pictured = [line.rstrip() for line in shown.splitlines() if line.startswith(("rank", "copies"))]
         assert [line for line in pictured if line not in printed] == [], command
 
@@ -63,7 +65,7 @@ def test_the_schedules_page_shows_what_its_programs_print(name: str, capsys: pyt
 
 
 def test_a_narrow_text_picture_has_letters_above_numbers() -> None:
-    lines = plain(text(make_schedule("zb-v", 2, 2), width=20))
+    lines = text_lines(make_schedule("zb-v", 2, 2), width=20)
     assert [line.rstrip() for line in lines[:4]] == [
         "rank 0 FF.fifiIwIwWW",
         "       01 0011001101",
@@ -78,9 +80,9 @@ def test_a_narrow_text_picture_has_letters_above_numbers() -> None:
 def test_a_text_picture_without_color_shows_the_bubble(
     name: str, pipe: int, microbatches: int, width: int | None
 ) -> None:
-    """Ops of equal cost are equally wide, and all other columns of a rank are dots."""
+    """A rank has as many dots as its idle time is long, and each op is as wide as its time."""
     times = timeline_of(make_schedule(name, pipe, microbatches))
-    rows = [line[7:] for line in plain(text(times, width)) if line.startswith("rank")]
+    rows = [line[7:] for line in text_lines(times, width) if line.startswith("rank")]
     assert len(rows) == pipe and len({len(row) for row in rows}) == 1
     column = times.makespan / len(rows[0])
     for row, spans in zip(rows, times.rows, strict=True):
@@ -92,15 +94,18 @@ def test_a_text_picture_without_color_shows_the_bubble(
 
 @pytest.mark.parametrize(("name", "pipe", "microbatches"), [("1f1b", 16, 64), ("zb-v", 8, 32), ("gpipe", 3, 1000)])
 def test_a_long_schedule_is_drawn_in_80_columns(name: str, pipe: int, microbatches: int) -> None:
-    times = timeline_of(make_schedule(name, pipe, microbatches))
-    lines = plain(text(times, 72, " ms"))
-    assert max(map(len, lines)) <= 80 and lines[-1].endswith(f" a column is {times.makespan / 72:.3g} ms")
-    for line, row in zip(lines, times.rows, strict=False):
-        letters = line[-72:]
-        busy = sum(span.end - span.start for span in row) / times.makespan
-        assert 1 - letters.count(".") / 72 == pytest.approx(busy, abs=0.1)
-        share = sum(span.end - span.start for span in row if span.op.kind == "F") / times.makespan
-        assert letters.upper().count("F") / 72 == pytest.approx(share, abs=0.1)
+    """The letters F and the dots have shares of the columns near the shares of the time, as columns are rounded."""
+    times, columns = timeline_of(make_schedule(name, pipe, microbatches)), 72
+    lines = text_lines(times, columns, " ms")
+    assert max(map(len, lines)) <= 80 and lines[-1].endswith(f" a column is {times.makespan / columns:.3g} ms")
+    for line, spans in zip(lines[:pipe], times.rows, strict=True):
+        seconds = Counter[str]()
+        for span in spans:
+            seconds[span.op.kind] += span.end - span.start
+        letters = line[-columns:].upper()
+        idle = 1 - sum(seconds.values()) / times.makespan
+        assert letters.count(".") / columns == pytest.approx(idle, abs=0.1)
+        assert letters.count("F") / columns == pytest.approx(seconds["F"] / times.makespan, abs=0.1)
 
 
 def test_a_text_picture_colors_each_kind_of_op() -> None:
@@ -113,17 +118,17 @@ def test_a_text_picture_colors_each_kind_of_op() -> None:
 def test_a_text_picture_is_equal_in_any_unit_of_time() -> None:
     schedule = make_schedule("zb-v", pipe=2, microbatches=4)
     in_ms, in_s = (
-        plain(text(timeline_of(schedule, Costs(F=1.25 * unit, I=unit, W=0.75 * unit, COMM=0.125 * unit)), width=90))
+        text_lines(timeline_of(schedule, Costs(F=1.25 * unit, I=unit, W=0.75 * unit, COMM=0.125 * unit)), width=90)
         for unit in (1.0, 2.0**-10)
     )
-    assert in_ms[:2] == in_s[:2] and in_ms[:2] != plain(text(timeline_of(schedule), width=90))[:2]
+    assert in_ms[:2] == in_s[:2] and in_ms[:2] != text_lines(timeline_of(schedule), width=90)[:2]
     for rank, row in enumerate(in_s[:2]):
         assert len(row) <= len("rank 0 ") + 90
         assert re.findall("[FIW]", row[7:].upper()) == [op.kind for op in schedule.orders[rank]]
 
 
 def test_a_text_picture_of_an_empty_timeline_says_so() -> None:
-    assert plain(text(Timeline(((),)))) == ["no op runs"]
+    assert text_lines(Timeline(((),))) == ["no op runs"]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])

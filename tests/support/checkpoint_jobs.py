@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
-from typer.testing import CliRunner
 
 import triax
-from triax.base.errors import ConfigError
 from triax.checkpoint.format.folder import verify
 from triax.checkpoint.format.index import read_index
 from triax.checkpoint.reader import Reader
-from triax.cli.main import app
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
 from triax.pipe.schedules.registry import RECIPES
+
+from support.command_line import run_triax
 
 # 8 entries, as long as the longest pipe axis; 8 heads for the widest tensor axis; 37 tokens divide by no axis.
 VOCABULARY, LENGTH, BATCH, SAMPLES = 37, 8, 8, 24  # an epoch of 3 steps
@@ -148,7 +147,4 @@ def losses(steps: int) -> list[float]:
     return [engine.train_batch().item() for _ in range(steps)]
 
 
-def command(*arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
-    failed = f"{done.exception}" if isinstance(done.exception, ConfigError) else ""
-    return done.exit_code, done.output + failed
+command = partial(run_triax, "checkpoint")

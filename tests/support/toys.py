@@ -25,6 +25,11 @@ def random_pair(seed: int, *shape: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
+def replica_inputs(step: int, replica: int, width: int = 6) -> Tensor:
+    """Return inputs in float64, (4, width), other ones for each step and replica."""
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(10 * step + replica), dtype=torch.float64)
+
+
 def token_batch(vocab_size: int, rows: int = 3, length: int = 12) -> tuple[Tensor, Tensor, Tensor]:
     """Return token ids, labels of which some are -100, and document numbers, each (rows, length)."""
     generator = torch.Generator().manual_seed(5)

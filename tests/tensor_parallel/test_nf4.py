@@ -86,20 +86,22 @@ def test_quantized_codes_and_values_equal_bitsandbytes(dtype: torch.dtype) -> No
 
 
 def test_double_quantization_equals_bitsandbytes() -> None:
-    """All but the few scales for which bitsandbytes' search on a CPU does not take the nearest number."""
+    """Equal but for 1 % of the scales: on a CPU, bitsandbytes does not always take the nearest number of its table."""
     functional = pytest.importorskip("bitsandbytes.functional")
     codes, state = functional.quantize_4bit(weight_of(), blocksize=64, quant_type="nf4", compress_statistics=True)
-    made: Any = numbers("nf4-double", weight_of())
-    assert torch.equal(made.codes.view(-1, 1), codes)
-    assert torch.equal(nf4.dynamic_map(codes.device), state.state2.code)
-    assert torch.equal(made.outer.view(torch.float32), state.state2.absmax)
-    assert torch.equal(made.mean.view(torch.float32).view(()), state.offset)
-    scales = numbers("nf4", weight_of()).scales.view(torch.float32).view(-1) - state.offset
-    scaled = scales / state.state2.absmax.repeat_interleave(256)[: scales.numel()]
-    ours, theirs = ((state.state2.code[each.view(-1).int()] - scaled).abs() for each in (made.scales, state.absmax))
-    apart = made.scales.view(-1) != state.absmax
-    assert apart.sum() <= 0.01 * apart.numel() and (ours <= theirs + 1e-7).all()
-    torch.testing.assert_close(made.dense(), functional.dequantize_4bit(codes, state), rtol=1e-2, atol=1e-8)
+    table, outer, mean = state.state2.code, state.state2.absmax, state.offset
+    found: Any = numbers("nf4-double", weight_of())
+    assert torch.equal(found.codes.view(-1, 1), codes)
+    assert torch.equal(nf4.dynamic_map(codes.device), table)
+    assert torch.equal(found.outer.view(torch.float32), outer)
+    assert torch.equal(found.mean.view(torch.float32).view(()), mean)
+    scales, other_scales = found.scales.view(-1), state.absmax  # as numbers of the table
+    assert (scales != other_scales).sum() <= 0.01 * scales.numel()
+    exact = (numbers("nf4", weight_of()).scales.view(torch.float32).view(-1) - mean) / outer.repeat_interleave(256)[
+        :480
+    ]
+    assert ((table[scales.int()] - exact).abs() <= (table[other_scales.int()] - exact).abs() + 1e-7).all()
+    torch.testing.assert_close(found.dense(), functional.dequantize_4bit(codes, state), rtol=1e-2, atol=1e-8)
 
 
 def test_quantized_weights_are_dequantized_when_read() -> None:

@@ -17,6 +17,19 @@ from triax.models.huggingface.parallelize import find_plan, parallelize
 from support.sharding_plans import PLAN, Model, worst
 
 
+def errors(model: nn.Module, whole: nn.Module, ids: Tensor, grid: Grid) -> dict[str, float]:
+    """Return the relative errors of the output and the gradients of a model in shards, beside the whole model."""
+    outputs = [each(ids) for each in (model, whole)]
+    for output in outputs:
+        output.square().sum().backward()
+    found = {"output": worst(*outputs)}
+    for (name, parameter), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert parameter.grad is not None and reference.grad is not None
+        part = layout_of(parameter).shard(reference.grad, grid.tensor.rank, grid.tensor.size)
+        found[name] = worst(parameter.grad, part)
+    return found
+
+
 def compare_mine(size: int, plan: dict[str, Any]) -> dict[str, float]:
     grid = Grid(tensor=size)
     torch.manual_seed(0)
@@ -28,15 +41,7 @@ def compare_mine(size: int, plan: dict[str, Any]) -> dict[str, float]:
     parallelize(model, grid, plan)
     assert model.twice is model.down and model.head.weight is model.embedding.weight
     ids = torch.arange(36).view(3, 12) % 19
-    outputs = [m(ids) for m in (model, whole)]
-    for output in outputs:
-        output.square().sum().backward()
-    found = {"output": worst(*outputs)}
-    for (name, parameter), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
-        assert parameter.grad is not None and reference.grad is not None
-        part = layout_of(parameter).shard(reference.grad, grid.tensor.rank, size)
-        found[name] = worst(parameter.grad, part)
-    return found
+    return errors(model, whole, ids, grid)
 
 
 def test_a_hand_written_plan_computes_as_the_whole_model(ranks: Any) -> None:
@@ -53,17 +58,9 @@ def changed_in_place(size: int) -> dict[str, float]:
         nn.Embedding(19, 8), nn.Linear(8, 21), nn.ReLU(inplace=True), nn.Linear(21, 16), nn.Hardtanh(inplace=True)
     ).double()
     model = copy.deepcopy(whole)
-    parallelize(model, Grid(tensor=size), {"0": "vocab", "1": "column", "3": "row"})
-    ids = torch.arange(12).view(3, 4)
-    outputs = [m(ids) for m in (model, whole)]
-    for output in outputs:
-        output.square().sum().backward()
-    found = {"output": worst(*outputs)}
-    for (name, parameter), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
-        assert parameter.grad is not None and reference.grad is not None
-        layout = layout_of(parameter)
-        found[name] = worst(parameter.grad, layout.shard(reference.grad, Grid(tensor=size).tensor.rank, size))
-    return found
+    grid = Grid(tensor=size)
+    parallelize(model, grid, {"0": "vocab", "1": "column", "3": "row"})
+    return errors(model, whole, torch.arange(12).view(3, 4), grid)
 
 
 def test_outputs_of_planned_layers_may_change_in_place(ranks: Any) -> None:

@@ -19,11 +19,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.cli.main import app
 from triax.pipe.program.deadlock import ScheduleError
 from triax.pipe.program.verify import verify
 from triax.testing import (
@@ -38,6 +36,7 @@ from triax.testing.equality import Step, difference
 from triax.testing.recording import ModuleCall, first_difference
 from triax.testing.strategies import grids, microbatch_counts, schedules
 
+from support.command_line import output_of
 from support.paths import DOCS, ROOT
 
 WIDTH = 8
@@ -55,7 +54,7 @@ def pytest_in(folder: Path, *words: str) -> str:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_new_project_passes_its_own_tests(tmp_path: Path, ranks: int) -> None:
     """The default test runs grids of two ranks; covering_grids has tests of its own for grids of four."""
-    CliRunner().invoke(app, ["new", str(tmp_path / "own")])
+    output_of("new", tmp_path / "own")
     file = tmp_path / "own" / "test_own.py"
     assert "ranks=4)" in file.read_text()
     file.write_text(file.read_text().replace("ranks=4)", f"ranks={ranks})"))

@@ -17,7 +17,7 @@ from triax import Grid, LayerSpec, Layout, PipelineModule
 from triax.grid.layout import set_layout
 from triax.zero.flat import Item, plan
 
-from support.toys import random_pair
+from support.toys import random_pair, replica_inputs
 from support.training import SGD, mean_square, small_config, train_plain, whole_batches
 
 WIDTH = 6
@@ -233,17 +233,12 @@ def quantised_engine(grid: Grid, seed: int, stage: int, bf16: bool) -> triax.Mod
     return made
 
 
-def inputs(step: int, replica: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + replica)
-    return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
-
-
 def integers(stage: int, bf16: bool, folder: str) -> dict[str, Tensor]:
     """Replicas draw different integers; they train with the first one's, save them, and load them on another grid."""
     grid = Grid(timeout=60)
     made = quantised_engine(grid, grid.data.rank, stage, bf16)
     for step in range(2):
-        made.backward(made(inputs(step, grid.data.rank)).square().mean())
+        made.backward(made(replica_inputs(step, grid.data.rank)).square().mean())
         made.step()
     found = made.gather()
     assert made.save_checkpoint(folder)
@@ -264,7 +259,7 @@ def test_integer_parameters_of_a_module_do_not_change(
 ) -> None:
     torch.manual_seed(0)
     made = Quantised(0).double()
-    train_plain(made, SGD, whole_batches(inputs, 2, replicas), mean_square)
+    train_plain(made, SGD, whole_batches(replica_inputs, 2, replicas), mean_square)
     for found in ranks(replicas, integers, stage, bf16, str(tmp_path)):
         for name, wanted in made.state_dict().items():
             if wanted.is_floating_point():

@@ -22,7 +22,7 @@ from triax.testing.pool import RankFailure
 from triax.zero import gathered
 
 from support.sharded_loops import sharded_sgd
-from support.toys import error_text
+from support.toys import error_text, replica_inputs
 from support.training import SGD, mean_square, module_engine, pipeline_engine, train_plain
 
 WIDTH = 6
@@ -51,13 +51,10 @@ def branches(sizes: Sequence[int]) -> Branches:
     return Branches(sizes).double()
 
 
-def batch(step: int, replica: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + replica)
-    return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
-
-
 def plainly(sizes: Sequence[int], plan: Plan) -> dict[str, Tensor]:
-    batches = [[(batch(step, i), mine, None) for i, mine in enumerate(chosen)] for step, chosen in enumerate(plan)]
+    batches = [
+        [(replica_inputs(step, i), mine, None) for i, mine in enumerate(chosen)] for step, chosen in enumerate(plan)
+    ]
     return train_plain(branches(sizes), SGD, batches, mean_square)[-1].weights
 
 
@@ -71,8 +68,8 @@ def trained(sizes: Sequence[int], plan: Plan, how: str) -> dict[str, Tensor]:
     for step, chosen in enumerate(plan):
         if step % 2:
             with torch.no_grad():
-                made(batch(step, grid.data.rank), [0, 0, len(sizes) - 1])
-        x, mine = batch(step, grid.data.rank), chosen[grid.data.rank]
+                made(replica_inputs(step, grid.data.rank), [0, 0, len(sizes) - 1])
+        x, mine = replica_inputs(step, grid.data.rank), chosen[grid.data.rank]
         if how == "plain loop":
             optimizer.zero_grad()
             made(x, mine).square().mean().backward()
@@ -129,14 +126,14 @@ def alone(does: str, folder: str) -> None:
     engine = module_engine(made, grid, 4)
 
     def step(number: int) -> None:
-        engine.backward(engine(batch(number, grid.data.rank), [0, 1]).square().mean())
+        engine.backward(engine(replica_inputs(number, grid.data.rank), [0, 1]).square().mean())
         engine.step()
 
     step(0)
     if grid.rank == 0:
         with torch.no_grad():
             for _ in range(4):
-                made(batch(0, 0), [0, 1])
+                made(replica_inputs(0, 0), [0, 1])
     if does == "saves":
         engine.save_checkpoint(folder)
     step(1)
@@ -155,7 +152,7 @@ def evaluates_alone() -> None:
     layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)]
     module = PipelineModule(layers, grid=grid, loss_fn=nn.MSELoss())
     engine = pipeline_engine(module.double(), triax.Batch(microbatch=4, microbatches=2), 3)
-    data = iter(lambda: (batch(0, grid.data.rank), batch(1, grid.data.rank)), None)
+    data = iter(lambda: (replica_inputs(0, grid.data.rank), replica_inputs(1, grid.data.rank)), None)
     engine.train_batch(data)
     if grid.data.rank == 1:
         engine.eval_batch(data)
@@ -192,7 +189,7 @@ def late(file: Path) -> str:
                 deadline = time.monotonic() + 40
                 while turn and grid.rank and not file.exists() and time.monotonic() < deadline:
                     time.sleep(0.02)
-                engine.module(batch(0, grid.data.rank), [0, 1])
+                engine.module(replica_inputs(0, grid.data.rank), [0, 1])
     finally:
         call_order._LONG = usual
     return printed.getvalue()
@@ -210,7 +207,7 @@ def stopped() -> None:
     engine = module_engine(made, grid, 4)
     if grid.rank:
         os.kill(os.getpid(), signal.SIGSTOP)
-    engine.module(batch(0, grid.data.rank), [0, 1])
+    engine.module(replica_inputs(0, grid.data.rank), [0, 1])
 
 
 def test_a_stopped_rank_is_named_at_the_time_limit(ranks: Any) -> None:

@@ -12,7 +12,7 @@ from triax import Grid
 from triax.zero import gathered
 
 from support.sharded_loops import sharded_sgd
-from support.toys import same
+from support.toys import replica_inputs, same
 
 WIDTH, DEPTH, STEPS = 6, 4, 3
 
@@ -50,11 +50,6 @@ def blocks() -> Blocks:
     return Blocks().double()
 
 
-def batch(step: int, replica: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + replica)
-    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
-
-
 def goes_on(stage: int) -> list[dict[str, Tensor]]:
     """Train with a failing second step, behind each block in turn; return the weights."""
     found = []
@@ -65,7 +60,7 @@ def goes_on(stage: int) -> list[dict[str, Tensor]]:
             model.fails = fails if step == 1 else None
             optimizer.zero_grad()
             try:
-                model(batch(step, grid.data.rank)).square().mean().backward()
+                model(replica_inputs(step, grid.data.rank)).square().mean().backward()
             except ArithmeticError:
                 continue
             optimizer.step()
@@ -81,7 +76,7 @@ def test_a_backward_pass_that_failed_everywhere_is_left_out(ranks: Any, stage: i
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in (0, 2):
         optimizer.zero_grad()
-        torch.stack([model(batch(step, replica)).square().mean() for replica in range(2)]).mean().backward()
+        torch.stack([model(replica_inputs(step, replica)).square().mean() for replica in range(2)]).mean().backward()
         optimizer.step()
     wanted = {name: p.detach() for name, p in model.named_parameters()}
     for found in ranks(2, goes_on, stage):

@@ -21,6 +21,7 @@ from triax.compat.huggingface.state_dict import full_state_dict
 from triax.zero import gathered
 
 from support.sharded_loops import sharded_sgd
+from support.toys import replica_inputs
 from support.training import SGD, mean_square, module_engine, small_config, train_plain, whole_batches
 
 WIDTH = 6
@@ -163,14 +164,9 @@ def stack() -> Stack:
     return Stack().double()
 
 
-def batch(step: int, replica: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + replica)
-    return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
-
-
 def plainly(steps: int) -> list[dict[str, Tensor]]:
     """Return the weights of plain PyTorch after each step."""
-    return [step.weights for step in train_plain(stack(), SGD, whole_batches(batch, steps, 2), mean_square)]
+    return [step.weights for step in train_plain(stack(), SGD, whole_batches(replica_inputs, steps, 2), mean_square)]
 
 
 def fails_within(made: triax.ModuleEngine) -> None:
@@ -189,7 +185,7 @@ def run_within(zero: dict[str, Any]) -> list[dict[str, Tensor]]:
         return all(parameter.isnan().all() for parameter in module.parameters())
 
     def train(step: int) -> None:
-        made.backward(made(batch(step, grid.data.rank)).square().mean())
+        made.backward(made(replica_inputs(step, grid.data.rank)).square().mean())
         made.step()
 
     train(0)
@@ -199,13 +195,13 @@ def run_within(zero: dict[str, Any]) -> list[dict[str, Tensor]]:
         with within():
             before = read()
             with torch.no_grad():
-                made(batch(1, grid.data.rank))
+                made(replica_inputs(1, grid.data.rank))
             with gathered(module.blocks[1]):  # another reader, within
                 pass
             assert all(torch.equal(value, before[name]) for name, value in read().items())
         assert hidden()
     with gathered(module.blocks[1]), torch.no_grad():  # a part alone: the others come and go
-        made(batch(1, grid.data.rank))
+        made(replica_inputs(1, grid.data.rank))
         assert not module.get_parameter("blocks.1.weight").isnan().any()
         assert module.get_parameter("blocks.0.weight").isnan().all()
     assert hidden()
@@ -214,7 +210,7 @@ def run_within(zero: dict[str, Any]) -> list[dict[str, Tensor]]:
         stepped = read()
     assert hidden()
     with made.whole_weights():
-        loss = made(batch(2, grid.data.rank)).square().mean()
+        loss = made(replica_inputs(2, grid.data.rank)).square().mean()
     made.backward(loss)  # begun within, over behind
     made.step()
     assert hidden()
@@ -238,7 +234,7 @@ def read_by_numpy() -> list[dict[str, Tensor]]:
     module.__class__ = ReadsByNumpy
     made, found = module_engine(module, grid, 4), []
     for step in range(2):
-        made.backward(made(batch(step, grid.data.rank)).square().mean())
+        made.backward(made(replica_inputs(step, grid.data.rank)).square().mean())
         made.step()
         with gathered(module):
             arrays = {name: parameter.detach().numpy() for name, parameter in module.named_parameters()}
@@ -302,14 +298,14 @@ def scripts_of_deepspeed(how: str) -> list[dict[str, Tensor]]:
     elif how == "module":
         module = stack()
         made = module_engine(module, grid, 4)
-        made.backward(made(batch(0, grid.data.rank)).square().mean())
+        made.backward(made(replica_inputs(0, grid.data.rank)).square().mean())
         made.step()
         whole = made.module_state_dict()
     else:
         module = stack()
         made = sharded_sgd(module, grid)
         made.zero_grad()
-        module(batch(0, grid.data.rank)).square().mean().backward()
+        module(replica_inputs(0, grid.data.rank)).square().mean().backward()
         made.step()
         with gathered(module):
             whole = {name: value.clone() for name, value in module.state_dict().items()}

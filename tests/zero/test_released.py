@@ -17,7 +17,7 @@ import triax
 from triax import Grid
 from triax.zero import gathered
 
-from support.toys import error_text
+from support.toys import error_text, replica_inputs
 from support.training import SGD, module_engine, train_plain
 
 WIDTH = 6
@@ -125,18 +125,13 @@ WRITES: dict[str, Callable[[Any, list[nn.Linear]], object]] = {
 }
 
 
-def batch(step: int, replica: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + replica)
-    return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
-
-
 def loss_of(output: Any, labels: object = None) -> Tensor:
     return (output.hidden if isinstance(output, Own) else output).square().mean()
 
 
 def train(engine: triax.ModuleEngine, steps: int = 3) -> None:
     for step in range(steps):
-        engine.backward(loss_of(engine(batch(step, engine.grid.data.rank))))
+        engine.backward(loss_of(engine(replica_inputs(step, engine.grid.data.rank))))
         engine.step()
 
 
@@ -159,7 +154,7 @@ def test_weight_norm_and_packed_inputs_train_in_stage_3(ranks: Any) -> None:
     everything = ranks(2, trained)
     for index, kind in enumerate(KINDS):
         model = made(kind)
-        batches = [[(torch.cat([batch(step, 0), batch(step, 1)]), None)] for step in range(3)]
+        batches = [[(torch.cat([replica_inputs(step, 0), replica_inputs(step, 1)]), None)] for step in range(3)]
         wanted = train_plain(model, SGD, batches, loss_of)[-1].weights
         for found in everything:
             torch.testing.assert_close(found[index], wanted, rtol=1e-10, atol=1e-13)
@@ -184,7 +179,7 @@ def used() -> None:
     with gathered(model):
         average, twin = AveragedModel(model), copy.deepcopy(model)
     train(engine, 1)
-    x = batch(0, engine.grid.data.rank)
+    x = replica_inputs(0, engine.grid.data.rank)
 
     # Read outside of their module: NaN without a word.
     uses: dict[str, Callable[[], object]] = {
@@ -213,7 +208,7 @@ def used() -> None:
     torch.testing.assert_close(average.module.state_dict(), wanted, rtol=0, atol=0)
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     optimizer.zero_grad()
-    (sum(twin(batch(0, replica)).square().mean() for replica in range(2)) / 2).backward()
+    (sum(twin(replica_inputs(0, replica)).square().mean() for replica in range(2)) / 2).backward()
     optimizer.step()
     torch.testing.assert_close(twin.state_dict(), wanted, rtol=1e-10, atol=1e-13)
     train(engine, 1)  # and the model trains on

@@ -20,6 +20,7 @@ from triax.zero import ShardedOptimizer, gathered
 from triax.zero.modules.units import find_units, users
 
 from support.sharded_loops import sharded_sgd
+from support.toys import replica_inputs
 from support.training import mean_square, train_plain, whole_batches
 
 VOCABULARY, WIDTH, LENGTH, LAYERS = 11, 8, 5, 5
@@ -410,9 +411,7 @@ def held() -> Held:
     return Held().double()
 
 
-def held_inputs(step: int, replica: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + replica)
-    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+held_inputs = partial(replica_inputs, width=WIDTH)
 
 
 def containers() -> dict[str, Tensor]:

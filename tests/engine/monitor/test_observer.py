@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import triax
 from triax.base.errors import ConfigError
-from triax.cli.main import app
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.pipe.program.ops import SENDS, Op
 
+from support.command_line import output_of
 from support.paths import DOCS
 from support.processes import program
 from support.readme_blocks import commands, programs
@@ -417,9 +416,7 @@ def test_the_docs_program_and_commands_work(ranks: Any, tmp_path: Path, monkeypa
             assert launcher == "triax"
             if words[1:] == ["runs/seen", "runs/other"]:
                 shutil.copytree("runs/seen", "runs/other")
-            done = CliRunner().invoke(app, words)
-            assert done.exit_code == 0, done.output
-            said += done.stdout
+            said += output_of(*words)
     assert "step 10: wall clock of 10 steps" in said and re.search(r"step 20: [\d.]+ ms a step, rank \d", said)
     assert "runs/seen/report.html\npage.html\n" in said
     assert {path.name for path in (tmp_path / "runs" / "seen").iterdir()} == {

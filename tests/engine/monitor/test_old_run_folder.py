@@ -17,20 +17,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import triax
-from triax.cli.main import app
 from triax.engine.monitor.records import RunRecord
 from triax.engine.monitor.report.run_folder import read_run, read_trace
 from triax.engine.monitor.run_json import write_run
+
+from support.command_line import output_of
 
 OLD = Path(__file__).parent / "fixtures" / "run"
 
 
 def test_triax_report_reads_a_run_of_version_0_1_0(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["report", str(OLD), "--output", str(tmp_path / "page.html")])
-    assert done.exit_code == 0, done.output
+    output_of("report", OLD, "--output", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     for words in (
         *("2 pipe × 1 data × 1 tensor", "7664 parameters", "1f1b, 4 microbatches", "validation loss, last"),

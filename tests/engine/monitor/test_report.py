@@ -16,11 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import triax
 from triax.base.errors import ConfigError
-from triax.cli.main import app
 from triax.engine.monitor.records import Slice, StepRecord
 from triax.engine.monitor.report.page import _wait_bars, chart
 from triax.engine.monitor.report.run_folder import read_run, read_trace
@@ -35,7 +33,7 @@ from triax.pipe.program.measured_costs import costs_of, simulated
 from triax.pipe.program.simulate import simulate
 from triax.pipe.schedules.choose import make_schedule
 
-from support.command_line import run_triax
+from support.command_line import output_of, run_triax
 from support.training import small_config, tiny_gpt
 
 
@@ -235,9 +233,9 @@ def test_infinite_numbers_and_cut_files_are_left_out(tmp_path: Path) -> None:
 
 def test_the_report_command_writes_one_page(tmp_path: Path) -> None:
     folder = write(tmp_path / "run")
-    done = CliRunner().invoke(app, ["report", str(folder), "--output", str(tmp_path / "page.html")])
-    assert done.exit_code == 0 and done.output.strip() == str(tmp_path / "page.html")
-    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    page = tmp_path / "page.html"
+    assert output_of("report", folder, "--output", page).strip() == str(page)
+    assert page.read_text().startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize(
@@ -402,8 +400,7 @@ def test_the_report_compares_two_runs(tmp_path: Path) -> None:
     (second / "run.json").write_text(json.dumps(record))
     record |= {"command": "triax train a.yaml", "config": {"zero": {"stage": 1}, "note": "same"}}
     (first / "run.json").write_text(json.dumps(record))
-    done = CliRunner().invoke(app, ["report", str(first), str(second)])
-    assert done.exit_code == 0 and done.output.strip() == str(first / "comparison.html")
+    assert output_of("report", first, second).strip() == str(first / "comparison.html")
     page = Page((first / "comparison.html").read_text())
     words = " ".join(page.text.split())
     assert "a and b" in words and "triax train a.yaml triax train <b>.yaml" in words

@@ -31,16 +31,15 @@ def test_a_hostfile_gives_hosts_and_slots_in_its_order() -> None:
     [
         ("", "hosts.txt names no host: write one line for each host, such as `worker-1 slots=4`"),
         ("# none\n", "names no host"),
-        ("worker-1", "line 1: 'worker-1' is not a host with its slots"),
-        ("a slots=2\nb slot=2", "line 2: 'b slot=2' is not a host"),
-        ("a slots=two", "line 1"),
-        ("a slots=2 b slots=2", "line 1"),
-        ("a slots=-1", "line 1"),
+        ("a slots=2\nb slot=2", "line 2: 'b slot=2' is not a host with its slots"),
+        *(
+            (line, f"line 1: '{line}' is not a host with its slots: write one line for each host")
+            for line in ("worker-1", "a slots=two", "a slots=2 b slots=2", "a slots=-1", f"a slots={'9' * 5000}")
+        ),
         ("a slots=2\n\na slots=3", "line 3: a is listed twice"),
         ("a slots=0", "line 1: a has 0 slots"),
-        ("a slots=" + "9" * 5000, "line 1"),
         # ssh would read them as options, and run a command on this host.
-        ("-oProxyCommand=x slots=1", "line 1"),
+        ("-oProxyCommand=x slots=1", "line 1: '-oProxyCommand=x slots=1' is not a host with its slots"),
         ("-F/tmp/config slots=1", "line 1: '-F/tmp/config' is not the name or address of a host"),
         ("-x@b slots=1", "line 1: '-x@b' is not the name or address of a host"),
         ("a;b slots=1", "line 1: 'a;b' is not the name or address of a host"),

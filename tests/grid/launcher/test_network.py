@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -80,16 +81,15 @@ def replicas_of(processes: list[subprocess.Popen[str]]) -> set[int]:
 
 
 def listening_during(
-    folder: Path, *commands: list[object], script: str = STAYS, **environments: dict[str, str]
+    folder: Path, *commands: list[object], script: str = STAYS, environments: Sequence[dict[str, str]] = ()
 ) -> set[str]:
     """Start a script by one or several commands; the addresses on which they listen when its ranks are connected."""
     (folder / "script.py").write_text(script)
-    each = list(environments.values()) or [{}] * len(commands)
     plain = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(started(*command, cwd=folder, env={**plain, **variables}))
-            for command, variables in zip(commands, each, strict=True)
+            for command, variables in zip(commands, environments or [{}] * len(commands), strict=True)
         ]
         deadline = time.monotonic() + 60
         while not all((folder / f"ready-{rank}").exists() for rank in range(2)):
@@ -111,9 +111,9 @@ def test_a_run_on_one_host_listens_on_the_loopback_address_alone(tmp_path: Path)
 
 @pytest.mark.exhaustive
 def test_ranks_of_mpirun_listen_on_the_loopback_alone(tmp_path: Path) -> None:
-    port = {"MASTER_PORT": str(free_port())}
-    command: list[object] = [sys.executable, "script.py"]
-    found = listening_during(tmp_path, command, command, a=as_mpirun(0, 2) | port, b=as_mpirun(1, 2) | port)
+    """The two processes as mpirun starts them: with its variables, and without a launcher of triax."""
+    port, command = {"MASTER_PORT": str(free_port())}, [sys.executable, "script.py"]
+    found = listening_during(tmp_path, command, command, environments=[as_mpirun(rank, 2) | port for rank in range(2)])
     assert found == {"127.0.0.1"}
 
 
@@ -323,7 +323,7 @@ engine.leave()
 def test_every_port_on_one_host_is_on_the_loopback_address(tmp_path: Path, script: str, words: list[object]) -> None:
     """Of the coordinator, of the stores of replicas, of ``transfer_group`` and of the pool."""
     command, variables = [*words, "script.py"], {"PORT": str(free_port())}
-    assert listening_during(tmp_path, command, script=script, a=variables) == {"127.0.0.1"}
+    assert listening_during(tmp_path, command, script=script, environments=[variables]) == {"127.0.0.1"}
 
 
 def test_every_port_is_opened_by_one_helper() -> None:

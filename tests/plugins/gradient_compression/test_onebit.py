@@ -71,50 +71,58 @@ def test_1_bit_steps_equal_the_equations_of_the_papers(ranks: Any, kind: str, sh
     assert clip == 0 or sum(norm > clip for norm in reference.norms) > 2
 
 
-def exchanged(numel: int, spans: list[tuple[int, int]]) -> Any:
-    """Compute one compressed mean of each rank's values and errors; return it and the bytes sent."""
+def exchanged(parameters: list[tuple[int, int]], numel: int) -> Any:
+    """Return values and errors before a compressed mean, errors after it, the mean, the bytes sent and those stated.
+
+    A pair has what the rank holds as a worker, (numel,), and as a server of a part of the elements, (numel / ranks,).
+    """
     grid = Grid(timeout=60)
-    axis, dtype = grid.data, torch.float32
+    axis = grid.data
     generator = torch.Generator().manual_seed(axis.rank)
-    mean, own = OneBitMean(axis, numel, spans, grid.device), torch.zeros(numel)
-    server, alive = torch.randn(numel // axis.size, generator=generator), torch.zeros(numel)
-    for start, stop in spans:
-        own[start:stop] = torch.randn(stop - start, generator=generator)
+    mean = OneBitMean(axis, numel, parameters, grid.device)
+    worker, server, alive = torch.zeros(numel), torch.randn(numel // axis.size, generator=generator), torch.zeros(numel)
+    for start, stop in parameters:
+        worker[start:stop] = torch.randn(stop - start, generator=generator)
         alive[start:stop] = 1
-    alive[3] = 0
+    alive[DEAD] = 0
     server *= alive[slice(*mean.part)]
-    before, kept = (own * alive).clone(), server.clone()
+    before = (worker * alive).clone(), server.clone()
     grid.traffic.clear()
-    found = mean(own, server, alive)
-    return before, kept, found, own, server, grid.traffic.report()["data"], mean.bytes(dtype)
+    result = mean(worker, server, alive)
+    return before, (worker, server), result, grid.traffic.report()["data"], mean.bytes(torch.float32)
+
+
+DEAD = 3  # an element that takes no part
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_compressed_mean_plus_errors_equals_the_exact_mean(ranks: Any, replicas: int) -> None:
-    """The mean of the inputs, values and errors, equals the output plus the mean of the remaining errors."""
-    numel, spans = 64 * replicas, [(0, 37), (48, 48), (48, 49), (64, 64 * replicas - 5)]
-    results = ranks(replicas, exchanged, numel, spans)
-    before, kept, found, own, server, _, _ = (list(column) for column in zip(*results, strict=True))
-    came = torch.stack(before).double().mean(0) + torch.cat(kept).double()
-    left = found[0].double() + torch.cat(server).double() + torch.stack(own).double().mean(0)
-    torch.testing.assert_close(left, came, rtol=0, atol=1e-5)
-    assert all(torch.equal(each, found[0]) for each in found)
-    assert not found[0][3] and not found[0][49:64].any() and not found[0][37:48].any()
-    for start, stop in spans[::3]:  # one magnitude a chunk
-        for part in range(replicas):
-            low, high = max(start, part * 64), min(stop, (part + 1) * 64)
-            if low < high:
-                values = found[0][low:high].abs()
-                assert values[values > 0].unique().numel() == 1
+    """The exact mean of values and errors is the compressed mean plus the mean of the errors that remain."""
+    part = 64  # elements of which a rank is the server
+    parameters = [(0, 37), (48, 48), (48, 49), (part, part * replicas - 5)]  # with padding between, and an empty one
+    results = ranks(replicas, exchanged, parameters, part * replicas)
+    before, after, means, traffic, stated = zip(*results, strict=True)
 
-    # A bit an element and 4 bytes a chunk, of as many chunks as the part with most of them has, there and back.
-    wanted = (replicas - 1) * (64 // 8 + 4 * 2)
-    for *_, sent, said in results:
-        assert {kind: (entry.calls, entry.bytes) for kind, entry in sent.items()} == {
-            "all_to_all": (1, wanted),
-            "all_gather": (1, wanted),
-        }
-        assert said == 2 * wanted
+    def total(errors: Any) -> torch.Tensor:
+        workers, servers = zip(*errors, strict=True)
+        return torch.stack(workers).double().mean(0) + torch.cat(servers).double()
+
+    torch.testing.assert_close(means[0].double() + total(after), total(before), rtol=0, atol=1e-5)
+    assert all(torch.equal(mean, means[0]) for mean in means)
+    padding = torch.ones(part * replicas, dtype=torch.bool)
+    for start, stop in parameters:
+        padding[start:stop] = False
+        for low in range(0, part * replicas, part):  # a chunk: what one server has of a parameter; it has one scale
+            chunk = means[0][max(start, low) : max(start, min(stop, low + part))].abs()
+            assert chunk[chunk > 0].unique().numel() == (len(chunk) > 0)
+    assert not means[0][DEAD] and not means[0][padding].any()
+
+    # There and back: a bit an element, and 4 bytes for each of two chunks, the most that a server has.
+    sent = (replicas - 1) * (part // 8 + 2 * 4)
+    for report in traffic:
+        found = {kind: (entry.calls, entry.bytes) for kind, entry in report.items()}
+        assert found == {"all_to_all": (1, sent), "all_gather": (1, sent)}
+    assert set(stated) == {2 * sent}
 
 
 def test_signs_are_packed_eight_to_a_byte() -> None:

@@ -393,7 +393,7 @@ def test_unsupported_1_bit_setups_are_refused_on_every_rank(ranks: Any) -> None:
 
 
 def tied_ends(kind: str) -> Any:
-    """A weight tied between the first and the last stage, each in a bucket of its own."""
+    """Train a weight that the first and the last stage share; return the losses, its bucket and the names in it."""
     grid = Grid(2, 2, 1, timeout=60)
     sizes = GPTConfig(
         vocab_size=9,
@@ -421,10 +421,9 @@ def tied_ends(kind: str) -> Any:
     "kind", ["OneBitAdam", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in list(PARAMS)[1:])]
 )
 def test_1_bit_steps_keep_tied_weights_equal(ranks: Any, kind: str) -> None:
-    found = ranks(4, tied_ends, kind)
-    for losses, weights, names in found:
-        assert names == found[0][2] and losses == found[0][0]
-        assert torch.equal(weights, found[0][1])
+    first, *others = ranks(4, tied_ends, kind)
+    for losses, weights, names in others:
+        assert (losses, names) == (first[0], first[2]) and torch.equal(weights, first[1])
 
 
 def written_apart() -> Any:

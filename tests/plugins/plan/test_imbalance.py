@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from triax import Grid, NextTokenLoss, PipelineModule, llama_layers
-from triax.cli.main import app
 from triax.data import TokenData
 from triax.data.balance import Balance
 from triax.engine.setup.balance import balance_of
@@ -25,6 +23,7 @@ from triax.plugins.plan.imbalance import STEPS, Imbalance, attention_scale
 from triax.plugins.plan.layer_shapes import layers_of
 from triax.plugins.plan.parallel_layout import ParallelLayout
 
+from support.command_line import output_of
 from support.tokenized import byte_llama, folder
 
 BATCH, LENGTH = 16, 64
@@ -92,9 +91,8 @@ def test_triax_plan_counts_the_imbalance_of_a_files_documents(tokens: Path, tmp_
         settings = {"model": model, "data": {"training": str(tokens)}, "training": training}
         file.write_text(yaml.safe_dump(settings | {"batch": {"size": BATCH, "microbatch": 1, **batch}}))
         layout = f"pipe={pipe},tensor=1,data={data},microbatch=1,zero=0,recompute=none,context=1,schedule=1f1b"
-        done = CliRunner().invoke(app, ["plan", "search", "--model", str(file), "--layout", layout, "--json"])
-        assert done.exit_code == 0, done.output
-        return dict(json.loads(done.stdout)["layouts"][0]["time_s"])
+        output = output_of("plan", "search", "--model", file, "--layout", layout, "--json")
+        return dict(json.loads(output)["layouts"][0]["time_s"])
 
     few, many, balanced = planned(2), planned(8), planned(8, balance=True)
     assert planned(1)["imbalance"] == pytest.approx(0, abs=1e-15)
@@ -108,9 +106,8 @@ def test_copies_of_lent_experts_take_memory_in_a_plan(tmp_path: Path) -> None:
         settings = {"model": {"preset": "mixtral-tiny", "experts": {"lend": lend}}, "data": {"training": "none"}}
         file.write_text(yaml.safe_dump(settings | {"training": {"steps": 1, "learning_rate": 0.1}, "batch": 8}))
         layout = "pipe=1,tensor=1,data=4,expert=4,microbatch=1,zero=0,recompute=none,context=1"
-        done = CliRunner().invoke(app, ["plan", "--model", str(file), "--layout", layout, "--json"])
-        assert done.exit_code == 0, done.output
-        return dict(json.loads(done.stdout)["layouts"][0]["memory_gib"])
+        output = output_of("plan", "--model", file, "--layout", layout, "--json")
+        return dict(json.loads(output)["layouts"][0]["memory_gib"])
 
     config = MixtralConfig.preset("mixtral-tiny")
     expert = 3 * config.hidden_size * config.intermediate_size * 2  # bytes of its three matrices in bf16
