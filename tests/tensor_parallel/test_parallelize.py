@@ -16,6 +16,7 @@ from triax.models.huggingface.parallelize import parallelize
 from triax.tensor_parallel.plans import Column, KeyValue, Local, Row
 from triax.zero import ShardedOptimizer, gathered
 
+from support.differences import largest
 from support.sharding_plans import PLAN, Model, worst
 from support.toys import error_text
 from support.training import small_config
@@ -114,7 +115,7 @@ def on_rank(size: int, family: str, train: bool = True, changes: dict[str, Any] 
 def test_a_sharded_hugging_face_model_computes_as_the_whole(ranks: Any, family: str, size: int) -> None:
     """Logits and every gradient, to 1e-9 in float64."""
     for found in ranks(size, on_rank, size, family, timeout=60):
-        assert max(found.values()) < 1e-9, {name: error for name, error in found.items() if error >= 1e-9}
+        assert largest(found.values()) < 1e-9, {name: error for name, error in found.items() if error >= 1e-9}
         assert len(found) > 15
 
 
@@ -140,7 +141,7 @@ def test_sharded_variants_of_families_compute_as_the_whole(
     ranks: Any, family: str, changes: dict[str, Any], size: int, train: bool
 ) -> None:
     for found in ranks(size, on_rank, size, family, train, changes, timeout=60):
-        assert max(found.values()) < 1e-9, {name: error for name, error in found.items() if error >= 1e-9}
+        assert largest(found.values()) < 1e-9, {name: error for name, error in found.items() if error >= 1e-9}
 
 
 def continued(size: int, family: str) -> tuple[list[int], list[int]]:
@@ -205,7 +206,7 @@ def train(sizes: tuple[int, int, int], family: str, stage: int) -> list[float]:
 def test_parallelized_models_train_over_replicas(ranks: Any, family: str, stage: int) -> None:
     """ShardedOptimizer sums over the data axis alone: what tensor ranks share has whole gradients already."""
     for errors in ranks(4, train, (1, 2, 2), family, stage, timeout=60):
-        assert max(errors) < 1e-6  # Adam divides by the gradient's size: elements near 0 are where rounding shows
+        assert largest(errors) < 1e-6  # Adam divides by the gradient's size: elements near 0 are where rounding shows
 
 
 class Narrow(nn.Module):
@@ -235,13 +236,13 @@ def columns_of_an_embedding(tied: bool, options: dict[str, Any]) -> float:
         for parameter, gradient in zip(model.parameters(), whole_gradients, strict=True)
         if gradient is not None
     ]
-    return max(worst(gradient, share) for gradient, share in shares if gradient is not None)
+    return largest(worst(gradient, share) for gradient, share in shares if gradient is not None)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 0}, {"padding_idx": -1}], ids=str)
 def test_column_sharded_embeddings_train_as_the_whole(ranks: Any, tied: bool, options: dict[str, Any]) -> None:
-    assert max(ranks(2, columns_of_an_embedding, tied, options)) < 1e-10
+    assert largest(ranks(2, columns_of_an_embedding, tied, options)) < 1e-10
 
 
 class Siblings(nn.Module):
@@ -303,7 +304,7 @@ def differences_between_calls() -> dict[str, float]:
             rank = grid.tensor.rank
             wanted = [y.chunk(2, 1)[rank], *gradients[:1], *(g.chunk(2)[rank] for g in gradients[1:])]
             pairs = zip(mine, wanted, strict=True)
-            found[f"{change}, {mode}"] = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
+            found[f"{change}, {mode}"] = largest((ours - theirs).abs().max() for ours, theirs in pairs)
     return found
 
 
@@ -349,7 +350,7 @@ def one_step_of_the_engine(sizes: tuple[int, int, int]) -> dict[str, float]:
 
 def test_parallelized_models_train_under_the_engine(ranks: Any) -> None:
     for found in ranks(4, one_step_of_the_engine, (1, 2, 2), timeout=60):
-        assert max(found.values()) < 1e-9
+        assert largest(found.values()) < 1e-9
 
 
 ODD: list[dict[str, Any]] = [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
