@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections import Counter
+from collections import defaultdict
 from itertools import chain, combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def test_a_long_schedule_is_drawn_in_80_columns(name: str, pipe: int, microbatch
     lines = text_lines(times, columns, " ms")
     assert max(map(len, lines)) <= 80 and lines[-1].endswith(f" a column is {times.makespan / columns:.3g} ms")
     for line, spans in zip(lines[:pipe], times.rows, strict=True):
-        seconds = Counter[str]()
+        seconds: defaultdict[str, float] = defaultdict(float)
         for span in spans:
             seconds[span.op.kind] += span.end - span.start
         letters = line[-columns:].upper()

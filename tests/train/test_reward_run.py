@@ -81,11 +81,14 @@ def test_reward_runs_on_grids_equal_trl(ranks: Any, place: Path, every: bool) ->
     """data 2 x pipe 2 with zb-v; tensor 2, resumed on context 2; in the sweep pipe 2 x tensor 2, and one process."""
     (rows,) = ranks(1, trl_run, str(place), timeout=300)
     context = (2, f"{METHOD}; grid.context=2; batch.microbatch=2")
-    some = [
+    some: list[tuple[str, *tuple[tuple[int, str], ...]]] = [
         ("b", (4, f"{METHOD}; grid={{data: 2, pipe: 2}}; schedule=zb-v; zero=1")),
         ("c", (2, f"{METHOD}; grid.tensor=2; {STOP}"), context),
     ]
-    more = [("a", (4, f"{METHOD}; grid={{pipe: 2, tensor: 2}}")), ("d", (1, f"{METHOD}; {STOP}"), context)]
+    more: list[tuple[str, *tuple[tuple[int, str], ...]]] = [
+        ("a", (4, f"{METHOD}; grid={{pipe: 2, tensor: 2}}")),
+        ("d", (1, f"{METHOD}; {STOP}"), context),
+    ]
     for name, *parts in more if every else some:
         same_run(ranks, place, "reward", name, [row[0] for row in rows], place / "trl" / "last", *parts)
         logged = numbers_of(place / "runs" / name, "Train/Metrics/")

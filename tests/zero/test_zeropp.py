@@ -253,7 +253,10 @@ _WAYS: list[tuple[tuple[int, int, int], list[tuple[dict[str, Any], dict[str, Any
     ((1, 4, 1), [({**ALL, HPZ: 2}, {})]),
     ((2, 2, 1), [(ALL, {"pipeline": {"schedule": "zb-h1"}})]),
 ]
-_MORE_WAYS = [((1, 4, 1), [(ALL, {})]), ((2, 2, 1), [(ALL, {})])]
+_MORE_WAYS: list[tuple[tuple[int, int, int], list[tuple[dict[str, Any], dict[str, Any]]]]] = [
+    ((1, 4, 1), [(ALL, {})]),
+    ((2, 2, 1), [(ALL, {})]),
+]
 
 
 @pytest.mark.parametrize(

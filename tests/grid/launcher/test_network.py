@@ -81,7 +81,7 @@ def replicas_of(processes: list[subprocess.Popen[str]]) -> set[int]:
 
 
 def listening_during(
-    folder: Path, *commands: list[object], script: str = STAYS, environments: Sequence[dict[str, str]] = ()
+    folder: Path, *commands: Sequence[object], script: str = STAYS, environments: Sequence[dict[str, str]] = ()
 ) -> set[str]:
     """Start a script by one or several commands; the addresses on which they listen when its ranks are connected."""
     (folder / "script.py").write_text(script)
