@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,45 @@ def test_parameter_groups_and_schedulers_act_as_in_torch(ranks: Any, kind: str) 
     for found_loss, found in ranks(4, step_with, kind):
         assert found_loss == pytest.approx(loss.item(), rel=1e-10, abs=0)
         torch.testing.assert_close(found, {n: p.detach() for n, p in named.items()}, rtol=1e-10, atol=1e-13)
+
+
+class Pair(nn.Module):
+    """Two outputs, of which the next stage takes the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken, self.left = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, 4) -> two of (B, 4)."""
+        return self.taken(x), self.left(x)
+
+
+class First(nn.Linear):
+    """Linear layer of the first of two inputs."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        """Two of (B, 4) -> (B, 4)."""
+        return super().forward(pair[0])
+
+
+def pair_of_outputs(pipe: int) -> dict[str, Tensor]:
+    layers = [triax.LayerSpec(Pair), triax.LayerSpec(First, 4, 4)]
+    model = PipelineModule(layers, grid=Grid(pipe=pipe), loss_fn=mean_loss, dtype=torch.float64, seed=2)
+    optimizer = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    made = triax.Engine(model, batch=triax.Batch(size=4 * model.grid.data.size, microbatch=2), optimizer=optimizer)
+    before = made.gather()
+    rows = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+    for _ in range(2):
+        made.train_batch(iter([(x, x) for x in rows.chunk(2)]))
+    return {name: weight - before[name] for name, weight in made.gather().items()}
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_a_weight_without_a_gradient_does_not_decay(ranks: Any, pipe: int) -> None:
+    """As in plain PyTorch: the optimizer leaves it out. Its output went to the next stage, which did not use it."""
+    for moved in ranks(pipe, pair_of_outputs, pipe):
+        assert all(bool(change.any()) == (".left." not in name) for name, change in moved.items()), moved
 
 
 def dropped(grid: tuple[int, int, int]) -> list[tuple[float, dict[str, Tensor]]]:
