@@ -254,7 +254,7 @@ def half_on_rank() -> dict[Any, tuple[torch.dtype, float]]:
         assert out.dtype == dtype
         grads = torch.autograd.grad(out, parts, shard(dout.to(dtype), axis, 2))
         pairs = zip((out.detach(), *grads), (expected.detach(), *expected_grads), strict=True)
-        error = max(float((ours.double() - shard(theirs, axis, 2)).abs().max()) for ours, theirs in pairs)
+        error = largest((ours.double() - shard(theirs, axis, 2)).abs().max() for ours, theirs in pairs)
         found[kind, window, dtype] = (grads[0].dtype, error)
     return found
 
@@ -280,7 +280,7 @@ def padding_on_rank() -> list[tuple[float, float]]:
         for value in (0.0, 100.0):
             dout[:, :, pad] = value
             grads.append(torch.autograd.grad(out, parts, dout, retain_graph=True))
-        change = max(float((a - b).abs().max()) for a, b in zip(*grads, strict=True))
+        change = largest((a - b).abs().max() for a, b in zip(*grads, strict=True))
         found.append((float(out.detach()[:, :, pad].abs().sum()), change))
     return found
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from support.differences import largest
 from support.import_reader import walk
 from support.paths import ROOT
 
@@ -101,3 +103,26 @@ def test_the_law_of_assertions_complains_of_offenders_only(body: str, complaint:
     text = f"def helper():\n    assert 1 == 1\n\ndef test_it():\n    {body}\n"
     (tmp_path / "tests" / "test_a.py").write_text(text)
     assert list(weak_tests(tmp_path)) == ([f"tests/test_a.py: test_it {complaint}"] if complaint else [])
+
+
+def passes_over_nan(source: str) -> list[str]:
+    """Return the calls of Python's ``max`` over differences of tensors, which NaN does not make large."""
+    calls = [node for node in walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [
+        ast.unparse(call)
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id == "max" and isinstance(call.args[0], ast.GeneratorExp)
+        if any(isinstance(node, ast.Attribute) and node.attr in ("abs", "norm") for node in walk(call))
+    ]
+
+
+def test_the_largest_difference_of_tensors_is_nan_if_one_is() -> None:
+    """``max((0.1, nan))`` is 0.1: the tests have ``support.differences.largest`` for it."""
+    found = [
+        f"{path}: {text}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for text in passes_over_nan(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+    assert passes_over_nan("worst = max((a - b).abs().max() for a, b in pairs)")
+    assert math.isnan(largest([0.1, math.nan])) and largest([0.1, 0.3]) == pytest.approx(0.3)
