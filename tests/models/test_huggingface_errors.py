@@ -24,6 +24,8 @@ from triax.models.huggingface.load import config_from_hf, load_hf
 from triax.models.huggingface.names import Fused, Names, Transposed, expand
 from triax.models.huggingface.save import save_hf
 from triax.models.llama import llama_layers
+from triax.options.table import markdown
+from triax.train.sections import WHOLE, TrainingFile
 
 from support.huggingface_models import _GPT2, _LLAMA, CASES, assert_bitwise, ids_of, logits_of, make, saved
 from support.paths import DOCS
@@ -278,7 +280,7 @@ def test_patterns_of_weight_names_expand_for_each_layer() -> None:
     assert [entry.transposed for entry in entries.values()] == [True] * 4 + [False]
 
 
-KEYS = (DOCS / "training-files.md").read_text().partition("| key | default |")[2]  # a test compares it with the code
+KEYS = markdown(TrainingFile, WHOLE)
 
 
 @pytest.mark.parametrize(

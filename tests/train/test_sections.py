@@ -1,4 +1,4 @@
-"""The keys of training files: each is read by a run, and docs/training-files.md lists them all."""
+"""The keys of training files: each is read by a run, and `triax train --table` lists them all."""
 
 from __future__ import annotations
 
