@@ -101,8 +101,8 @@ def _get(module: str, here: str, name: str) -> Any:
 
 def _unknown(name: str) -> str:
     return (
-        f"triax has no deepspeed.{name}, which is not among DeepSpeed's public names: the page Names of DeepSpeed "
-        "lists those"
+        f"triax has no deepspeed.{name}, which is not among DeepSpeed's public names: "
+        "docs/reference/deepspeed-names.md says how to print them"
     )
 
 

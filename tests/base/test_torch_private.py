@@ -206,6 +206,8 @@ def dispatch_modes() -> None:
     with _Operations() as mode:
         torch.ones(2).add(1)
         assert private.dispatch_modes() == 1
+        with private.without_dispatch_modes():
+            torch.ones(2).sub(1)
     assert mode.names == ["ones.default", "add.Tensor"]
 
 
