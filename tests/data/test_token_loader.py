@@ -180,6 +180,16 @@ def test_a_long_document_does_not_fill_a_batch(tmp_path: Path) -> None:
     assert sum(long) >= 255 and max(long) < 20 and min(long[:-1]) > 0
 
 
+def test_a_long_document_is_predicted_across_its_rows(tmp_path: Path) -> None:
+    """Of a document longer than a row each token but the last predicts the next one, also the last of a row."""
+    file = write_json_lines(tmp_path / "long.jsonl", ["abcdefghijklmnopqrs"])
+    tokenize([file], "bytes", tmp_path / "out")
+    tokens = TokenFolder(tmp_path / "out").document(0).tolist()
+    ids, _, labels = rows_of(TokenData(tmp_path / "out", 8, packing="whole", shuffle=False).loader(3, 3, epochs=1))
+    assert ids.flatten()[: len(tokens)].tolist() == tokens
+    assert labels.flatten()[: len(tokens)].tolist() == [*tokens[1:], -100]
+
+
 def test_held_out_documents_depend_on_their_texts_alone(tokens: Path, tmp_path: Path) -> None:
     parts = {
         part: documents_in(
