@@ -13,6 +13,7 @@ from triax.grid import Grid, layout_of
 from triax.grid.randomness.random import seeded
 from triax.moe import MoE, grouped
 from triax.moe.experts import clamped_swiglu
+from triax.moe.router import Router
 
 from support.moe_reference import reference
 from support.paths import ROOT
@@ -357,3 +358,12 @@ def test_tensor_parallel_ranks_choose_the_same_experts(ranks: Any) -> None:
     (outputs, experts), (outputs_of_second, experts_of_second) = ranks(2, routed_alike)
     assert torch.equal(experts, experts_of_second)
     torch.testing.assert_close(outputs, outputs_of_second, rtol=1e-12, atol=1e-12)
+
+
+def test_a_router_in_bf16_keeps_its_selection_bias_in_fp32() -> None:
+    """The steps of the bias are smaller than bf16's."""
+    router = Router(8, 4, 2, kind="sigmoid")
+    assert router.correction_bias is not None
+    wanted = router.correction_bias.copy_(torch.tensor([0.001, -1.001, 0.5, 3.0001])).clone()
+    router.to(torch.bfloat16)
+    assert router.weight.dtype == torch.bfloat16 and torch.equal(router.correction_bias, wanted)
