@@ -156,16 +156,21 @@ class Pair(nn.Module):
         return self.taken(x), self.left(x)
 
 
-class First(nn.Linear):
+class First(nn.Module):
     """Linear layer of the first of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         """Two of (B, 4) -> (B, 4)."""
-        return super().forward(pair[0])
+        y: Tensor = self.linear(pair[0])
+        return y
 
 
 def pair_of_outputs(pipe: int) -> dict[str, Tensor]:
-    layers = [triax.LayerSpec(Pair), triax.LayerSpec(First, 4, 4)]
+    layers = [triax.LayerSpec(Pair), triax.LayerSpec(First)]
     model = PipelineModule(layers, grid=Grid(pipe=pipe), loss_fn=mean_loss, dtype=torch.float64, seed=2)
     optimizer = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
     made = triax.Engine(model, batch=triax.Batch(size=4 * model.grid.data.size, microbatch=2), optimizer=optimizer)
