@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = "checkpoints"  # folder of the checkpoints in the folder of a run of triax train
 
-checkpoint = group("Show, verify, convert, compare and prune checkpoints.")
+checkpoint = group("checkpoint")
 
 Where = Annotated[
     str,

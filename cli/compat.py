@@ -13,7 +13,7 @@ from .foreign_options import Command
 from .output import echo
 from .verbs import group
 
-compat = group("Check configurations that are written for another library.")
+compat = group("compat")
 
 
 @compat.callback()

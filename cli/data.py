@@ -19,7 +19,7 @@ from .verbs import group
 if TYPE_CHECKING:
     from ..data.token_folder import TokenFolder
 
-data = group("Tokenize text, and show and verify tokens.")
+data = group("data")
 
 Sources = Annotated[
     list[str],

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..models.config import TransformerConfig
     from ..plugins.plan.fit import MeasuredRun
 
-machine = group("Time this machine, or fit a machine's figures to measured runs, for triax plan --machine.")
+machine = group("machine")
 
 NEEDED = ("model", "layout", "batch", "step_s")
 COLUMNS = (*NEEDED, "name", "fields", "sequence", "precision", "products", "memory_gib", "switches")

@@ -14,40 +14,7 @@ from ..base import VERSION
 from ..base.errors import ConfigError
 from ..base.tables import terminal
 from .foreign_options import Command, RunCommand
-from .verbs import CommandGroup, with_new_names
-
-# Group -> command -> what `triax --help` says of it. The command is the function or the group of that name, in the file
-# of that name.
-GROUPS = {
-    "Start": {
-        "demo": "Train a small GPT on two stages for less than a minute.",
-        "new": "Make a project: a GPT as a list of layers, with its program and tests.",
-        "recipe": "List the recipes, or write one: a training file and its commands.",
-        "env": "Print versions and devices, and what is missing for each feature.",
-    },
-    "Train": {
-        "run": "Run a script on many processes, on this host or on several.",
-        "train": "Train a model from a file.",
-        "generate": "Continue a prompt, or answer messages.",
-        "evaluate": "Evaluate a model on tasks of lm-eval.",
-        "replicas": "Run the coordinator of a run's replicas, or ask a replica to leave.",
-    },
-    "Understand": {
-        "schedule": "Show, explain and compare pipeline schedules.",
-        "grid": "Print the place of each rank on a grid, its layers and its shards.",
-        "memory": "Print the memory of each pipe rank of a model on a grid.",
-        "plan": "Find the fastest layouts of a run on a cluster.",
-        "machine": "Time this machine, or fit a machine's figures to runs, for triax plan.",
-        "check": "Compare a model on grids with one process, or check its types of sharding.",
-        "report": "Write one HTML page about a run, or one that compares runs.",
-    },
-    "Files": {
-        "data": "Tokenize text, and show and verify tokens.",
-        "checkpoint": "Show, verify, convert, compare and prune checkpoints.",
-        "compat": "Check configurations that are written for another library.",
-    },
-}
-COMMANDS = {name: (group, text) for group, commands in GROUPS.items() for name, text in commands.items()}
+from .verbs import COMMANDS, CommandGroup, with_new_names
 
 
 class _Commands(Mapping[str, Any]):

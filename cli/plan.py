@@ -37,10 +37,7 @@ if TYPE_CHECKING:
     from ..train.file import ReadFile
     from ..train.sections import TrainingFile
 
-plan = group(
-    "Find the fastest layouts of a run on a cluster. triax plan --model ... is triax plan search --model ....",
-    VerbGroup,
-)
+plan = group("plan", VerbGroup, "triax plan --model ... is triax plan search --model ....")
 
 
 @dataclass(frozen=True, kw_only=True)

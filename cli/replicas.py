@@ -16,7 +16,7 @@ from .flags import with_flags
 from .foreign_options import Command
 from .verbs import group
 
-replicas = group("Run the coordinator of a run's replicas, or ask a replica to leave.")
+replicas = group("replicas")
 
 
 @replicas.command(cls=Command)

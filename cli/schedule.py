@@ -30,9 +30,9 @@ from .schedule_text import comparison, report, row_report, summary, title
 from .verbs import VerbGroup, group
 
 schedule = group(
-    "Show, explain and compare pipeline schedules. triax schedule 1f1b is triax schedule show 1f1b. "
-    f"The names are {', '.join(NAMES)}.",
+    "schedule",
     VerbGroup,
+    f"triax schedule 1f1b is triax schedule show 1f1b. The names are {', '.join(NAMES)}.",
 )
 
 Shown = Annotated[

@@ -32,7 +32,11 @@ class TrainFlags(Options):
     upgrade: bool = option(False, "Rewrite the file under today's names of its keys; comments stay.")
 
     def check(self) -> None:
-        """Check that the number of processes is not one of a run."""
+        """Check that the number of processes is not one of a run, and that one thing alone is asked for."""
+        asked = [name for name in ("explain", "dry_run", "table", "upgrade") if getattr(self, name)]
+        if self.upgrade and len(asked) > 1:
+            other = next(name for name in asked if name != "upgrade")
+            raise OptionError("upgrade", True, f"it rewrites the file and does nothing else: leave out <{other}>")
         if self.processes is not None and not (self.explain or self.dry_run):
             raise OptionError(
                 "processes",
@@ -62,6 +66,8 @@ def train(
         typer.echo(markdown(TrainingFile, WHOLE))
         return
     if flags.upgrade:
+        if changes:
+            raise ConfigError(f"--upgrade renames keys and changes no values: leave out {changes[0]}")
         from ..train.upgrade import upgrade
 
         for note in upgrade(file) or [f"{file} has no older name"]:

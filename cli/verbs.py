@@ -1,4 +1,4 @@
-"""Commands with verbs. The first verb may be left out: ``triax schedule 1f1b`` is ``triax schedule show 1f1b``."""
+"""Names of commands, and commands with verbs. The first verb may be left out: ``triax schedule 1f1b``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,39 @@ from typer.core import TyperGroup
 
 from ..base.errors import ConfigError, no_such
 from ..train.older_keys import ENDS
+
+# Group -> command -> what `triax --help` says of it. The command is the function or the group of that name, in the file
+# of that name.
+GROUPS = {
+    "Start": {
+        "demo": "Train a small GPT on two stages for less than a minute.",
+        "new": "Make a project: a GPT as a list of layers, with its program and tests.",
+        "recipe": "List the recipes, or write one: a training file and its commands.",
+        "env": "Print versions and devices, and what is missing for each feature.",
+    },
+    "Train": {
+        "run": "Run a script on many processes, on this host or on several.",
+        "train": "Train a model from a file.",
+        "generate": "Continue a prompt, or answer messages.",
+        "evaluate": "Evaluate a model on tasks of lm-eval.",
+        "replicas": "Run the coordinator of a run's replicas, or ask a replica to leave.",
+    },
+    "Understand": {
+        "schedule": "Show, explain and compare pipeline schedules.",
+        "grid": "Print the place of each rank on a grid, its layers and its shards.",
+        "memory": "Print the memory of each pipe rank of a model on a grid.",
+        "plan": "Find the fastest layouts of a run on a cluster.",
+        "machine": "Time this machine, or fit a machine's figures to runs, for triax plan.",
+        "check": "Compare a model on grids with one process, or check its types of sharding.",
+        "report": "Write one HTML page about a run, or one that compares runs.",
+    },
+    "Files": {
+        "data": "Tokenize text, and show and verify tokens.",
+        "checkpoint": "Show, verify, convert, compare and prune checkpoints.",
+        "compat": "Check configurations that are written for another library.",
+    },
+}
+COMMANDS = {name: (group, text) for group, commands in GROUPS.items() for name, text in commands.items()}
 
 
 class CommandGroup(TyperGroup):
@@ -46,13 +79,15 @@ class VerbGroup(CommandGroup):
         return next(iter(self.commands.values()))
 
 
-def group(text: str, kind: type[CommandGroup] = CommandGroup) -> typer.Typer:
+def group(name: str, kind: type[CommandGroup] = CommandGroup, more: str = "") -> typer.Typer:
     """Return a command with further commands, which its help lists.
 
     Args:
-        text: what its help says first.
+        name: of the command.
         kind: ``VerbGroup`` if the first of them may be left out.
+        more: what its help says behind the text of ``COMMANDS``.
     """
+    text = f"{COMMANDS[name][1]} {more}".strip()
     return typer.Typer(cls=kind, help=text, no_args_is_help=True, add_completion=False)
 
 

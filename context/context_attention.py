@@ -23,6 +23,8 @@ from .ring import ring_attention
 from .sparsity import Sparsity
 from .ulysses import ulysses_attention
 
+_LARGEST_MASK = 2**24  # bytes; of longer rows the blocks that hold scores are computed, which takes more time
+
 KINDS = ("ring", "ulysses", "gather")
 
 
@@ -158,10 +160,11 @@ def _local_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores
             return _local_attention(q, k, v, replace(mask, documents=None, length=q.shape[2]), scores, sinks)
 
         return mask.documents.attend(attend, q, k, v)
-    if mask.documents is not None and replace(mask, documents=None).plain and sinks is None and scores.softcap is None:
+    documents, plain = mask.documents, sinks is None and scores.softcap is None
+    if documents is not None and plain and replace(mask, documents=None).plain and documents.mask_size <= _LARGEST_MASK:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.documents.mask(q.device), scale=scores.scale)
-    if mask.plain and sinks is None and scores.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=documents.mask(q.device), scale=scores.scale)
+    if mask.plain and plain:
         grouped = k.shape[1] != q.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, scale=scores.scale, enable_gqa=grouped)
     return gather_attention(q, k, v, Axis("local", (0,), 0, None), mask, scores, sinks)

@@ -68,6 +68,11 @@ class Documents:
             outputs.append(y if group.held is None else y.index_select(0, group.held))
         return torch.cat(outputs).index_select(0, order).unflatten(0, (batch, length)).transpose(1, 2)
 
+    @property
+    def mask_size(self) -> int:
+        """Bytes of ``mask``."""
+        return self.numbers.numel() * self.numbers.shape[1]
+
     def mask(self, device: torch.device) -> Tensor:
         """Return for each pair of tokens whether they are of one document, bool (B, 1, T, T). Kept for a device."""
         if device not in self._masks:

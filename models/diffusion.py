@@ -43,7 +43,7 @@ def diffusion_loss(outputs: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Diffusion:
-    """What ``FlowMatching`` and ``NoisePrediction`` share.
+    """Base class of ``FlowMatching`` and ``NoisePrediction``: training samples, and the loop of sampling.
 
     Args:
         seed: seed of the noise and of the levels of training.

@@ -179,7 +179,7 @@ def _check_padding(ids: Tensor, documents: Tensor | None, padding: int) -> None:
 
 
 class ImageEmbedding(nn.Module):
-    """Embeddings of the patches of images behind that of the class token, with learned positions and dropout.
+    """Embeddings of images: the class token first, then the patches; learned positions are added, and dropout acts.
 
     Args:
         config: the model's configuration.

@@ -211,7 +211,7 @@ ENCODERS: dict[str, Family] = {
         _BERT,
         "Roberta",
         names=_text_names("roberta", _ROBERTA_HEADS, ("classifier.dense", "classifier.out_proj")),
-        only={"hidden_act": ("gelu",)},  # that of the head for masked tokens
+        only={"hidden_act": ("gelu",)},  # the head for masked tokens has this activation
         read=_roberta_read,
         write=_roberta_write,
         unread=("roberta.pooler.", "roberta.embeddings.position_ids", "lm_head.decoder."),

@@ -30,11 +30,11 @@ _LINEAR = ("keep", "move", "shape", "cut", "look_up", "sum")  # families that ar
 
 
 class Longer(NamedTuple):
-    """What became longer with a dim of an input.
+    """Dims that became longer together with a dim of an input.
 
     Attributes:
         dims: of the first output.
-        beside: other inputs, and their dims, that had to be longer too.
+        beside: pairs (number of another input, its dim) that had to be longer too.
     """
 
     dims: Sequence[int]

@@ -375,9 +375,10 @@ def _with_gradient(tensor: Tensor, axis: str, value: Sharding) -> Sharding:
 def _of_function(value: Sharding, shape: Sequence[int], given: Sequence[tuple[Any, Sharding, bool]]) -> Sharding:
     """Return the type of an autograd function's result, sliced as an input of this shape (but for the last dim)."""
     if value.kind == VARYING:
-        alike = [each for other, each, _ in given if each.kind == VARYING and other[:-1] == shape[:-1]]
-        return replace(value, dims=next((each.dims for each in alike if each.dims and -1 not in each.dims), value.dims))
-    kinds = {each.kind for _, each, needs in given if needs}
+        alike = [sharding for other, sharding, _ in given if sharding.kind == VARYING and other[:-1] == shape[:-1]]
+        dims = [sharding.dims for sharding in alike if sharding.dims and -1 not in sharding.dims]
+        return replace(value, dims=dims[0] if dims else value.dims)
+    kinds = {sharding.kind for _, sharding, needs in given if needs}
     kind = next((kind for kind in (INVARIANT, REPLICATED) if kind in kinds), value.kind)
     return replace(value, kind=kind) if value.equal and value.role != "uniform" else value
 

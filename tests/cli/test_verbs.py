@@ -61,6 +61,11 @@ def test_triax_plan_searches_without_a_verb() -> None:
         ("generate x --beams 0 --prompt a", "--beams = 0: give 1 or more."),
         ("run --master-port 70000 x.py", "--master-port = 70000: give 65,535 or less."),
         ("run --min-replicas 2 x.py", "--min-replicas = 2: it is for --replicas: give them, or leave it out."),
+        ("train x.yaml --upgrade a=1", "--upgrade renames keys and changes no values: leave out a=1"),
+        (
+            "train x.yaml --upgrade --table",
+            "--upgrade = true: it rewrites the file and does nothing else: leave out --table.",
+        ),
         ("run --dry-value 2 x.py", "--dry-value does nothing without --dry-run: give it, or leave --dry-value out."),
         ("run --replicas a,a x.py", "--replicas = 'a,a': give a number of at least 1, or different names: a,b,c."),
     ],

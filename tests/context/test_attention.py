@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from triax.context import Sparsity, attention, block, block_sparse, make_sparsity, positions, shard
+from triax.context import context_attention as context_attention_file
 from triax.context.context_attention import KINDS, context_attention
 from triax.grid import Grid
 
@@ -186,6 +188,25 @@ def test_context_parallel_attention_equals_plain_attention(ranks: Any, size: int
     """A sample with all combinations of two properties, because 5 and 11 divide none of their numbers of values."""
     step = 11 if size == 4 else 5
     require_equal_to_plain(ranks, size, (PLAIN + ODD + SPARSE)[::step] + SINKS[::5] + CAPPED[::5] + REPEATED + UNSEEING)
+
+
+@pytest.mark.parametrize("largest_mask", [0, 2**24])
+def test_documents_that_see_later_tokens_equal_plain_attention(
+    largest_mask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank: a mask of the whole rows if it is small, else the blocks that hold scores."""
+    case = Case(causal=False, length=29, documents=True)
+    (q, k, v, dout), documents = tensors(case)
+    monkeypatch.setattr(context_attention_file, "_LARGEST_MASK", largest_mask)
+    found = []
+    for attend in (
+        partial(attention, grid=Grid(), causal=False, documents=documents),
+        partial(plain, case=case, documents=documents),
+    ):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*inputs)
+        found.append([out, *torch.autograd.grad(out, inputs, dout)])
+    assert largest((a - b).detach().abs().max() for a, b in zip(*found, strict=True)) < BOUND
 
 
 @pytest.mark.exhaustive

@@ -145,7 +145,7 @@ def test_parameter_groups_and_schedulers_act_as_in_torch(ranks: Any, kind: str) 
 
 
 class Pair(nn.Module):
-    """Two outputs, of which the next stage takes the first."""
+    """Layer with two outputs; the next stage takes the first one alone."""
 
     def __init__(self) -> None:
         super().__init__()
