@@ -136,7 +136,8 @@ class Finder(MetaPathFinder):
             if full.rpartition(".")[2].startswith("__"):  # Python itself asks
                 return None
             raise ImportError(_unknown(full), name=fullname)
-        return ModuleSpec(fullname, Made() if fullname == ours else Renamed(ours), is_package=True)
+        loader = Made() if fullname == ours else Renamed(ours)
+        return ModuleSpec(fullname, loader, is_package=True)  # type: ignore[arg-type]
 
     def find_distributions(
         self,
