@@ -130,6 +130,22 @@ def test_chained_engines_apply_their_own_loss_scales(way: str, powers: tuple[int
     torch.testing.assert_close(x.grad / 2 ** (began or 0), plain_x.grad, rtol=2e-2, atol=2e-3)
 
 
+def test_a_backward_after_a_scaled_loss_is_scaled_too() -> None:
+    """In one microbatch a module has a loss of ``scale``, and one that another engine's ``backward`` runs."""
+    first, second = (
+        initialize(model=net().float(), config=config(fp16={**HALF, "initial_scale_power": power}))[0]
+        for power in (4, 7)
+    )
+    x = microbatch(0, 0, 0)[0].float()
+    second.scale(second(x).float().square().mean()).backward()
+    first.backward(second(first(x)).float().square().mean() * 4)
+    second.step()
+    models = [net().float(), net().float()]
+    (models[1](x).square().mean() + models[1](models[0](x)).square().mean() * 4).backward()
+    expected = nn.utils.clip_grad_norm_(models[1].parameters(), 1.0).item()
+    assert second.get_global_grad_norm() == pytest.approx(expected, rel=5e-3)
+
+
 def penalty(critic: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """A gradient penalty's loss, and the gradient."""
     y = critic(x).float()
