@@ -6,4 +6,5 @@ megatron/: Megatron-LM: grids of ``mpu``, layouts of its layers.
 horovod/: Horovod: ``hvd.init``, collectives, ``DistributedOptimizer``.
 huggingface/: transformers: ``Trainer`` and ``TrainingArguments``.
 lm_eval.py: EleutherAI's lm-eval: its model class over an engine, and the metrics of its tasks.
+mlflow.py, trackio.py: writers of a run's numbers for these trackers, by entry points of ``triax.writers``.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ..base.errors import no_such
 from ..base.option_error import Note, refusal
@@ -131,6 +131,9 @@ class Monitoring(Options):
     )
     csv: str | bool | None = option(None, "Folder for a CSV file of each metric; True: json's folder.")
     wandb: Wandb | None = option(None, "Weights & Biases, if it is installed.")
+    writers: dict[str, dict[str, Any]] = option(
+        dict, "Other writers by name, each with its arguments: mlflow, trackio, and entry points of other packages."
+    )
     histograms: Histograms = option(Histograms(), "Histograms of weights and gradients, for the monitors.")
     breakdown: bool = option(
         False, "Time every step; print the ranks' times by part every print_every steps, or every 10."
@@ -167,7 +170,7 @@ class Monitoring(Options):
     @property
     def monitored(self) -> bool:
         """True if any monitor writes metrics of each step."""
-        return any((self.json, self.tensorboard, self.csv)) or self.wandb is not None
+        return any((self.json, self.tensorboard, self.csv, self.writers)) or self.wandb is not None
 
     def notes(self) -> list[Note]:
         """Return notes on options that have no effect."""

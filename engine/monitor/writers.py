@@ -1,4 +1,4 @@
-"""Writers of numbers: CSV files, JSON lines, TensorBoard event files, Weights & Biases."""
+"""Writers of numbers: CSV files, JSON lines, TensorBoard event files, Weights & Biases, and those of other packages."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ import io
 import json
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...base.errors import ConfigError, to_install
+from ...base.entry_points import offered
+from ...base.errors import ConfigError, no_such, to_install
+from ...base.option_error import refusal
 from ...base.records import append
 from ...base.steady_time import steady_time
 from ...options.monitoring import Monitoring
+from ..optim.signature import check_arguments
 from .files import HISTOGRAMS, METRICS
 from .records import Histogram
 
 # A name, a number (or the loads of a layer's experts, or a histogram), and the samples trained on so far.
 Event = tuple[str, float | list[int] | list[float] | Histogram, int]
 Write = Callable[[Sequence[Event], int], None]  # write(events, step)
+_WRITERS = "triax.writers"  # the entry points of functions that make a Write, by the names in monitor.writers
 
 
 def make_writers(options: Monitoring) -> list[Write]:
     """Return the writers that the options enable.
 
     Raises:
-        ConfigError: a package is not installed.
+        ConfigError: a package is not installed, or another writer does not exist or cannot be made.
         OSError: a folder cannot be made.
     """
     makers: tuple[tuple[Any, Callable[[Path], Write]], ...]
@@ -36,7 +40,35 @@ def make_writers(options: Monitoring) -> list[Write]:
     writers = [make(Path(folder)) for name, make in makers if (folder := options.folder_of(name)) is not None]
     if options.wandb is not None:
         writers.append(wandb_writer(options.wandb.project, options.wandb.group, options.wandb.team))
-    return writers
+    return writers + [_offered_writer(name, arguments) for name, arguments in options.writers.items()]
+
+
+def _offered_writer(name: str, arguments: Mapping[str, Any]) -> Write:
+    """Make the writer of an entry point: a function of the arguments that returns a ``Write``."""
+    where = f"monitor.writers.{name}"
+    for entry in offered(_WRITERS).select(name=name):
+        make = entry.load()
+        check_arguments(where, name, make, arguments)
+        try:
+            made: Write = make(**arguments)
+        except ImportError as error:
+            raise ConfigError(f"{where} needs a package: {error}. Type pip install {name}") from error
+        except Exception as error:  # each tracker raises errors of its own types
+            raise ConfigError(f"the writer {where} cannot be made: {type(error).__name__}: {error}") from error
+        return _failing_with_os_error(where, made)
+    raise refusal(no_such("<monitor.writers>", name, offered(_WRITERS).names))
+
+
+def _failing_with_os_error(name: str, write: Write) -> Write:
+    """Return a writer whose errors are OSErrors, of which ``Monitor`` warns once and goes on."""
+
+    def checked(events: Sequence[Event], step: int) -> None:
+        try:
+            write(events, step)
+        except Exception as error:  # each tracker raises errors of its own types
+            raise OSError(f"{name}: {type(error).__name__}: {error}") from error
+
+    return checked
 
 
 def csv_writer(folder: Path) -> Write:
@@ -48,7 +80,7 @@ def csv_writer(folder: Path) -> Write:
 
     def write(events: Sequence[Event], step: int) -> None:
         failed: OSError | None = None
-        for name, value, samples in _numbers(events):
+        for name, value, samples in numbers_of(events):
             file, lines = folder / f"{name.replace('/', '_')}.csv", io.StringIO()
             rows = csv.writer(lines)
             if not file.exists() or not file.stat().st_size:
@@ -83,7 +115,7 @@ def json_writer(folder: Path) -> Write:
             "time": round(steady_time(), 3),
         }
         row |= {name: value for name, value, _ in events if not isinstance(value, Histogram)}
-        row |= {name: None for name, value, _ in _numbers(events) if not math.isfinite(value)}
+        row |= {name: None for name, value, _ in numbers_of(events) if not math.isfinite(value)}
         row |= {
             name: [number if math.isfinite(number) else None for number in value]
             for name, value, _ in events
@@ -121,7 +153,7 @@ def tensorboard_writer(folder: Path) -> Write:
         current, writer = writer, None
         try:
             current = current or begin()  # after an error the thread of a writer has ended
-            for name, value, samples in _numbers(events):
+            for name, value, samples in numbers_of(events):
                 current.add_scalar(name, value, samples)
             for name, bars, samples in _histograms(events):
                 figures: dict[str, Any] = {"min": bars.low, "max": bars.high, "num": bars.elements, "sum": bars.sum}
@@ -154,7 +186,7 @@ def wandb_writer(project: str, group: str | None, team: str | None) -> Write:
         ) from error
 
     def write(events: Sequence[Event], step: int) -> None:
-        shown: dict[str, Any] = {name: value for name, value, _ in _numbers(events)}
+        shown: dict[str, Any] = {name: value for name, value, _ in numbers_of(events)}
         for name, value, _ in _histograms(events):
             shown[name] = wandb.Histogram(np_histogram=(np.array(value.counts), np.array(value.edges())))
         try:
@@ -165,7 +197,7 @@ def wandb_writer(project: str, group: str | None, team: str | None) -> Write:
     return write
 
 
-def _numbers(events: Sequence[Event]) -> list[tuple[str, float, int]]:
+def numbers_of(events: Sequence[Event]) -> list[tuple[str, float, int]]:
     """Return the events that are single numbers."""
     return [(name, value, samples) for name, value, samples in events if isinstance(value, (int, float))]
 

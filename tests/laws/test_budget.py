@@ -21,10 +21,10 @@ from support.import_reader import library, statements  # found by the line above
 
 BUDGET = {
     "plugins": 10571,
-    "engine": 8542,
+    "engine": 8566,
     "models": 8460,
     "pipe": 7630,
-    "compat": 7049,
+    "compat": 7072,
     "zero": 5870,
     "grid": 4839,
     "train": 4341,
@@ -32,11 +32,11 @@ BUDGET = {
     "data": 2307,
     "checkpoint": 2238,
     "tensor_parallel": 2233,
-    "options": 1583,
+    "options": 1586,
     "inference": 1523,
     "context": 1473,
     "testing": 1458,
-    "base": 1445,
+    "base": 1444,
     "moe": 1118,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -19,7 +19,7 @@ EXTRAS: tuple[str, ...] = (
     "wandb",
     "lm_eval",
 )
-EXTRAS += ("pyarrow", "fsspec", "peft", "trl", "bitsandbytes", "datasets")
+EXTRAS += ("mlflow", "trackio", "pyarrow", "fsspec", "peft", "trl", "bitsandbytes", "datasets")
 ASKED = """
 import inspect, pydoc, sys
 sys.modules.update(dict.fromkeys({extras}))

@@ -38,6 +38,8 @@ EXTRAS = {
     "accelerate",
     "deepspeed",
     "wandb",
+    "mlflow",
+    "trackio",
     "lm_eval",
     "pyarrow",
     "tokenizers",
