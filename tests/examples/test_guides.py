@@ -434,6 +434,14 @@ def test_the_small_runs_of_the_megatron_page_train_and_resume(
     assert "pipe 2 x tensor 2" in output_of("train", "gpt.yaml", "--explain", "--processes", 4)
 
 
+def test_the_file_beside_megatrons_command_is_a_training_file() -> None:
+    page = blocks((DOCS / "moving-from" / "megatron.md").read_text())
+    (both,) = (block.text.splitlines() for block in page if block.text.startswith("# Megatron-LM"))
+    right = both[0].index("# triax")
+    file = TrainingFile.of(yaml.safe_load("\n".join(line[right:] for line in both)))
+    assert (file.batch.size, file.grid.tensor, file.training.sequence) == (512, 8, 8192)
+
+
 def test_the_megatron_page_shows_the_output_of_explain(tmp_path: Path) -> None:
     text = (DOCS / "moving-from" / "megatron.md").read_text()
     *_, run = [block.text for block in blocks(text) if block.language == "yaml"]

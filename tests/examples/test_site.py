@@ -98,6 +98,33 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     assert sorted({*PAGES, *NOTEBOOKS} - listed) == [DOCS / "index.md"]
 
 
+WORDS, COLUMNS = 5, 88  # of a title in the sidebar, and of code beside it on a laptop
+# Pages with blocks that a program reads or prints as they are, and are wider.
+PRINTED = {"model.md", "faults.md", "plan.md", "schedules.md", "training-files.md", "zero.md"}
+
+
+def test_titles_of_the_docs_have_at_most_five_words() -> None:
+    titles = {page: re.search(r"^# (.+)$", prose(page), re.MULTILINE) for page in PAGES}
+    assert {str(page): title and title[1] for page, title in titles.items() if not 1 <= words(title) <= WORDS} == {}
+
+
+def words(title: re.Match[str] | None) -> int:
+    return len(title[1].split()) if title is not None else 0
+
+
+def test_code_of_the_docs_has_at_most_88_columns() -> None:
+    wide = [
+        f"{page.relative_to(DOCS)}:{block.line + number}: {line}"
+        for page in PAGES
+        for block in blocks(page.read_text(encoding="utf-8"))
+        for number, line in enumerate(block.text.splitlines(), 1)
+        if len(line) > COLUMNS and not (block.language in ("", "text") and page.name in PRINTED)
+    ]
+    assert wide == []
+    example = (ROOT / "examples" / "gpt_3d.py").read_text(encoding="utf-8")  # which docs/train.md shows
+    assert max(map(len, example.splitlines())) <= COLUMNS
+
+
 def test_every_public_name_is_on_a_page_of_the_reference() -> None:
     """The directives on the pages have all packages, and the directive's entries all names of a package."""
     text = (ROOT / "tests" / "laws" / "public_api.txt").read_text(encoding="utf-8")

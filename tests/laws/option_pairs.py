@@ -117,7 +117,6 @@ PLACES: dict[str, tuple[dict[str, int], str, int | None]] = {
     "expert": ({"data": 2, "expert": 2}, "1f1b", None),
     **{f"ZeRO {stage}": ({"data": 2}, "1f1b", stage) for stage in range(4)},
 }
-AXES = [place for place in PLACES if not place.startswith("ZeRO")]
 
 
 def build(dtype: torch.dtype, experts: bool, grid: Grid) -> PipelineModule:
@@ -247,8 +246,8 @@ torch {torch.__version__.partition("+")[0]}, CPU, gloo.
 
 ## Each option on each axis and ZeRO stage
 
-Each option ran on {len(AXES)} axes ({", ".join(AXES)}) of 2 ranks and 2 replicas, and on 2 replicas in each ZeRO stage in
-which it has an effect. The result is the same everywhere, but for the exceptions:
+Each option ran on the axes pipe (1F1B and ZB-H1), tensor, context and expert, of 2 ranks with 2 replicas, and on 2
+replicas in each ZeRO stage in which it has an effect. The result is the same everywhere, but for the exceptions:
 
 | option | ZeRO stages | result | exceptions |
 |---|---|---|---|
