@@ -147,7 +147,11 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[in
         for name, source in programs(text).items():
             (folder / name).write_text(source)
         typed[guide] = [shlex.split(command)[1:] for command, _ in shown(text) if command.startswith("triax check ")]
-        typed[guide] = [words for words in typed[guide] if any(word.startswith(f"{file}:") for word in words)]
+        typed[guide] = [
+            words
+            for words in typed[guide]
+            if any(word.startswith(f"{file}:") for word in words) and "--types" not in words
+        ]
         assert len(typed[guide]) == count
     script, right = (folder / "my_model.py").read_text(), "        return x + self.down(F.gelu(self.up(self.norm2(x))))"
     (mistake,) = (block.text for block in blocks(TESTING) if "inner.mean" in block.text and block.language == "text")
@@ -156,6 +160,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[in
     test = (folder / "test_my_model.py").read_text()
     (folder / "test_mistaken.py").write_text(test.replace("from my_model import", "from mistaken import"))
     typed["mistake"] = [["check", "test_mistaken.py:build", "--axes", "tensor", "--json"]]
+    typed["types"] = [["check", "test_mistaken.py:build", "--types", "tensor=4,data=16"]]
     path = os.pathsep.join([str(ROOT / "tests"), str(folder), *sys.path])
     command = [sys.executable, "-c", IN_ONE_PROCESS, json.dumps([*chain(*typed.values())])]
     done = subprocess.run(
@@ -183,6 +188,14 @@ def test_the_guide_shows_the_output_of_triax_check(checked: Any) -> None:
     texts = (lines.replace("mistaken", "my_model"), said, whole, TESTING)
     lines, said, whole, text = (digits.sub(r"\1", " ".join(each.split())) for each in texts)
     assert code == 1 and lines == said and whole in text
+
+
+def test_the_guide_shows_the_output_of_types(checked: Any) -> None:
+    command = "$ triax check test_my_model.py:build --types tensor=4,data=16\n"
+    (said,) = (block.text for block in blocks(TESTING) if command in block.text)
+    ((code, output),) = checked["types"]
+    lines, said = (" ".join(each.split()) for each in (output, said.removeprefix(command)))
+    assert code == 1 and said in lines.replace("mistaken", "my_model")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
