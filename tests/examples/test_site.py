@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -154,6 +155,13 @@ def test_each_table_of_the_reference_stands_on_a_page() -> None:
         assert re.match(r"\| \w+ \|.*\n\|---\|", conf().TABLES[name]())
 
 
+def test_symptoms_of_the_search_are_headings_of_troubleshooting() -> None:
+    page = prose(DOCS / f"{conf().TROUBLESHOOTING}.md")
+    assert re.findall(r"^## (.+)$", page, re.MULTILINE) == list(conf().SYMPTOMS)
+    typed = [word for words in conf().SYMPTOMS.values() for word in words]
+    assert typed == [word.lower() for word in dict.fromkeys(typed)]
+
+
 def test_every_command_and_option_has_an_entry_in_the_docs() -> None:
     """Compared with what the parser accepts, and with the help that it prints."""
     text = conf().commands()
@@ -258,3 +266,8 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path, theme: str) -> None
     top = {name for name in listed if name.rpartition(".")[0] in conf().PACKAGES}
     assert top <= {line.split(" ")[0] for line in names.splitlines()}
     assert "https://" in (tmp_path / "html" / "links.txt").read_text(encoding="utf-8")
+    if theme == "furo":  # with the search: Sphinx's script gives an entry 100 points, and a title at most 16
+        index = (tmp_path / "html" / "searchindex.js").read_text(encoding="utf-8")
+        pages = json.loads(re.findall(r'"?docnames"?:(\[[^\]]*\])', index)[0])
+        (page, place, main) = json.loads(re.findall(r'"out of memory":\[(\[[^\]]*\])\]', index)[-1])
+        assert (pages[page], place, bool(main)) == (conf().TROUBLESHOOTING, "out-of-memory", True)
