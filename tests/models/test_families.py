@@ -506,7 +506,7 @@ def test_an_unknown_family_says_how_to_add_it() -> None:
 
 
 def table() -> list[str]:
-    """The families' table of docs/models.md: what the tests of this file and its neighbors compare with transformers."""
+    """The families' table of docs/models.md: what this file and its neighbors compare with transformers."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, family in FAMILIES.items():
         config = f"`{config_name(family.config)}`" if family.config is not None else ""
