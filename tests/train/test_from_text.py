@@ -1,4 +1,4 @@
-"""docs/train.md: the commands of its first example; every loss and gradient of its run beside PyTorch on one process."""
+"""docs/train.md: the commands of its first example; each loss and gradient of its run beside PyTorch on one process."""
 
 from __future__ import annotations
 
