@@ -121,6 +121,7 @@ lint: $(STAMP) ## ruff (rules and format) and mypy
 	@echo "== linting"
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/ruff format --check --config pyproject.toml docs/conf.py docs/inside/structure.py
 	@mkdir -p $(AS_TRIAX) && ln -sfn "$(CURDIR)" $(AS_TRIAX)/triax
 	cd $(AS_TRIAX) && MYPYPATH=".:triax/tests:triax/examples:triax/benchmarks" "$(CURDIR)/$(BIN)/mypy" \
 		--config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" $(addprefix triax/,$(CHECKED))

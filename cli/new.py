@@ -1,4 +1,4 @@
-"""``triax new PROJECT``: a project to begin with: the program of 150 lines, its tests, a training file."""
+"""``triax new PROJECT``: a project to begin with: the program of 170 lines, its tests, a training file."""
 
 from __future__ import annotations
 

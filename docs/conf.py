@@ -19,6 +19,7 @@ from typing import Any
 import typer
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from typer.core import TyperArgument, TyperGroup
@@ -73,7 +74,7 @@ PACKAGES = (
 
 
 def setup(sphinx: Sphinx) -> None:
-    """Register the directives, the writer of formulas, the rewriting of docstrings, and links to files outside docs."""
+    """Register directives, the writer of formulas, the rewriting of docstrings and links, and words of the search."""
     sphinx.add_directive("public-names", PublicNames)
     sphinx.add_directive("engine-options", EngineOptionTables)
     sphinx.add_directive("commands", Commands)
@@ -82,6 +83,7 @@ def setup(sphinx: Sphinx) -> None:
     sphinx.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon
     sphinx.connect("autodoc-process-docstring", join_names, priority=900)  # after it
     sphinx.connect("source-read", name_files_outside)
+    sphinx.connect("doctree-read", index_symptoms)
     sphinx.connect("build-finished", list_links_outside)
 
 
@@ -277,6 +279,29 @@ def math(writer: Any, node: nodes.Element) -> None:
     """Write a formula as MathML, which browsers draw by themselves; MathJax would be fetched from the network."""
     writer.body.append(tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block)))
     raise nodes.SkipNode
+
+
+# --------------------------------------------------------------------------------------------------- the search
+
+TROUBLESHOOTING = "guides/troubleshooting"
+# Heading of that page -> what users type into the search of the site, which then shows the heading first.
+SYMPTOMS = {
+    "It hangs": ("it hangs", "hang", "deadlock", "timeout"),
+    "NaN or infinity": ("nan", "loss is nan", "infinity"),
+    "Out of memory": ("out of memory", "cuda out of memory", "oom"),
+    "The loss differs": ("loss differs", "wrong loss"),
+    "A slow step": ("slow step", "slow"),
+    "It ends without a reason": ("killed", "sigkill"),
+}
+
+
+def index_symptoms(sphinx: Sphinx, doctree: nodes.document) -> None:
+    """Add the entries of ``SYMPTOMS`` to the index of the search, which ranks an entry above titles and words."""
+    if sphinx.env.docname == TROUBLESHOOTING:
+        for section in list(doctree.findall(nodes.section)):
+            title, place = section.next_node(nodes.title), section["ids"][0]
+            words = SYMPTOMS.get(title.astext() if title is not None else "", ())
+            section.insert(1, addnodes.index(entries=[("single", word, place, "main", None) for word in words]))
 
 
 # ---------------------------------------------------------------------------------------------------- the links

@@ -1,4 +1,4 @@
-"""The model has the loss of plain PyTorch and, on every grid, the numbers of one process. Its schedule runs."""
+"""The model has plain PyTorch's loss and, on every grid, one process's numbers."""
 
 import dataclasses
 
@@ -15,7 +15,8 @@ from triax.testing import assert_equals_one_process, assert_schedule, count_byte
 def build(grid):
     """Return the model for a grid, in float64."""
     loss_fn = triax.NextTokenLoss(grid, SHAPE.vocab_size)
-    return triax.PipelineModule(layers(), grid=grid, loss_fn=loss_fn, dtype=torch.float64, partition="uniform")
+    options = {"dtype": torch.float64, "partition": "uniform"}
+    return triax.PipelineModule(layers(), grid=grid, loss_fn=loss_fn, **options)
 
 
 def batches():
@@ -42,7 +43,8 @@ def test_the_loss_is_that_of_plain_pytorch():
     inputs, labels = batches()[0][0]
     wanted = F.cross_entropy(plain(inputs).flatten(0, 1), labels.flatten())
     engine = triax.Engine(model, optimizer=torch.optim.AdamW, batch=triax.Batch(size=2))
-    torch.testing.assert_close(engine.eval_batch(iter([(inputs, labels)])), wanted, rtol=0, atol=1e-10)
+    found = engine.eval_batch(iter([(inputs, labels)]))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
 def test_every_grid_has_the_numbers_of_one_process():
@@ -59,7 +61,7 @@ def sent(axes):
     batch = triax.Batch(size=8, microbatch=2)
     engine = triax.Engine(build(grid), optimizer=torch.optim.AdamW, batch=batch)
     data, again = batches()
-    engine.train_batch(iter(data))  # the first step also sends the shapes of the messages
+    engine.train_batch(iter(data))  # it also sends the shapes of the messages
     with count_bytes(grid) as found:
         engine.train_batch(iter(again))
     return found
@@ -67,6 +69,7 @@ def sent(axes):
 
 def test_a_stage_sends_its_outputs_and_the_tied_gradient(ranks):
     first, last = ranks(2, sent, {"pipe": 2})
-    outputs = 8 * 2 * SHAPE.max_position_embeddings * SHAPE.hidden_size  # float64, rows, tokens, width
+    # bytes of float64, rows, tokens, width
+    outputs = 8 * 2 * SHAPE.max_position_embeddings * SHAPE.hidden_size
     table = 8 * SHAPE.vocab_size * SHAPE.hidden_size
     assert first["pipe"] == last["pipe"] == 4 * outputs + table

@@ -118,7 +118,7 @@ def test_costs_by_formulas_sum_to_the_planners_step(tmp_path: Path, extra: str) 
 
 def test_the_docs_show_the_table_of_schedule_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = (DOCS / "cuts.md").read_text()
+    text = (DOCS / "schedules.md").read_text()
     plan, show = (command.split() for _, command in commands(text) if "costs.json" in command)
     run(*plan[1:])
     for cut in json.loads(run(*show[1:], "--json"))["cuts"]:

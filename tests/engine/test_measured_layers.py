@@ -218,7 +218,7 @@ def test_measure_layers_refuses_lora_and_interval() -> None:
 
 def test_the_program_of_the_cuts_page_prints_every_partition(capsys: pytest.CaptureFixture[str]) -> None:
     found: dict[str, Any] = {"__name__": "cut"}
-    exec(programs((DOCS / "cuts.md").read_text())["cut.py"], found)
+    exec(programs((DOCS / "schedules.md").read_text())["cut.py"], found)
     rows = capsys.readouterr().out.splitlines()
     assert [row.partition(":")[0] for row in rows] == ["uniform", "parameters", "time", "memory", "auto"]
     assert found["engine"].module.boundaries == [0, 8] and len(found["costs"].layers) == 8

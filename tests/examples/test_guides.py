@@ -45,7 +45,7 @@ from support.processes import TRIAX, free_port, program, started
 from support.readme_blocks import Block, blocks, commands, programs
 
 FOLDERS = ("guides", "moving-from", "extending", "inside")
-PAGES = [page for folder in FOLDERS for page in sorted((DOCS / folder).glob("*.md"))]
+PAGES = [DOCS / "launch.md", *(page for folder in FOLDERS for page in sorted((DOCS / folder).glob("*.md")))]
 # Commands that run in the sweep: further grids of a program that runs on one of several ranks by default.
 SLOW = {
     *("stages.py 2 1f1b", "stages.py 4 zb-h1", "4 titan.py 1", "bilinear.py 1 4", "bilinear.py 1 2", "signed.py 1"),
@@ -62,6 +62,8 @@ SLOW = {
 }
 # A package: the last tests of this file; a project: tests/testing/test_kit.py; tests/train/test_distill_run.py.
 INSTALLED = {"npz_export.py", "test_my_model.py", "store_teacher.py"}
+# tests/grid/launcher/test_run.py runs the first one; the others need Ray, or submitit and Slurm.
+LAUNCHED = {"train.py", "on_ray.py", "submit.py"}
 # Two jobs at once: tests/train/methods/test_remote_teacher.py; a user's checkpoint: tests/checkpoint/test_convert.py.
 TOGETHER = ("teach.py", "learn.py", "to_dcp.py")
 TESTING = (DOCS / "guides" / "testing.md").read_text()
@@ -86,7 +88,7 @@ def to_run(page: Path) -> list[str]:
     """The programs of a page that no other one imports."""
     found = programs(page.read_text())
     imported = {name for name in found if any(f"from {name[:-3]} import" in source for source in found.values())}
-    return sorted(set(found) - INSTALLED - imported)
+    return sorted(set(found) - INSTALLED - LAUNCHED - imported)
 
 
 def run_beside(words: list[str], folder: str) -> str:
@@ -145,7 +147,11 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[in
         for name, source in programs(text).items():
             (folder / name).write_text(source)
         typed[guide] = [shlex.split(command)[1:] for command, _ in shown(text) if command.startswith("triax check ")]
-        typed[guide] = [words for words in typed[guide] if any(word.startswith(f"{file}:") for word in words)]
+        typed[guide] = [
+            words
+            for words in typed[guide]
+            if any(word.startswith(f"{file}:") for word in words) and "--types" not in words
+        ]
         assert len(typed[guide]) == count
     script, right = (folder / "my_model.py").read_text(), "        return x + self.down(F.gelu(self.up(self.norm2(x))))"
     (mistake,) = (block.text for block in blocks(TESTING) if "inner.mean" in block.text and block.language == "text")
@@ -154,6 +160,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[in
     test = (folder / "test_my_model.py").read_text()
     (folder / "test_mistaken.py").write_text(test.replace("from my_model import", "from mistaken import"))
     typed["mistake"] = [["check", "test_mistaken.py:build", "--axes", "tensor", "--json"]]
+    typed["types"] = [["check", "test_mistaken.py:build", "--types", "tensor=4,data=16"]]
     path = os.pathsep.join([str(ROOT / "tests"), str(folder), *sys.path])
     command = [sys.executable, "-c", IN_ONE_PROCESS, json.dumps([*chain(*typed.values())])]
     done = subprocess.run(
@@ -183,6 +190,14 @@ def test_the_guide_shows_the_output_of_triax_check(checked: Any) -> None:
     assert code == 1 and lines == said and whole in text
 
 
+def test_the_guide_shows_the_output_of_types(checked: Any) -> None:
+    command = "$ triax check test_my_model.py:build --types tensor=4,data=16\n"
+    (said,) = (block.text for block in blocks(TESTING) if command in block.text)
+    ((code, output),) = checked["types"]
+    lines, said = (" ".join(each.split()) for each in (output, said.removeprefix(command)))
+    assert code == 1 and said in lines.replace("mistaken", "my_model")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_pages_have_known_commands_and_valid_files(page: Path) -> None:
     text = page.read_text()
@@ -197,7 +212,7 @@ def test_pages_have_known_commands_and_valid_files(page: Path) -> None:
             if "training" in values:
                 TrainingFile.of(values)
         else:
-            assert block.language in ("python", "sh", "console", "text", "toml"), block.language
+            assert block.language in ("python", "sh", "console", "text", "toml", "json"), block.language
 
 
 # ------------------------------------------------------------------------------------------ the messages of pipeline.md
@@ -432,6 +447,14 @@ def test_the_small_runs_of_the_megatron_page_train_and_resume(
     assert "pipe 2 x tensor 2" in output_of("train", "gpt.yaml", "--explain", "--processes", 4)
 
 
+def test_the_file_beside_megatrons_command_is_a_training_file() -> None:
+    page = blocks((DOCS / "moving-from" / "megatron.md").read_text())
+    (both,) = (block.text.splitlines() for block in page if block.text.startswith("# Megatron-LM"))
+    right = both[0].index("# triax")
+    file = TrainingFile.of(yaml.safe_load("\n".join(line[right:] for line in both)))
+    assert (file.batch.size, file.grid.tensor, file.training.sequence) == (512, 8, 8192)
+
+
 def test_the_megatron_page_shows_the_output_of_explain(tmp_path: Path) -> None:
     text = (DOCS / "moving-from" / "megatron.md").read_text()
     *_, run = [block.text for block in blocks(text) if block.language == "yaml"]
@@ -456,35 +479,48 @@ def test_the_picture_of_the_folders_is_up_to_date() -> None:
     assert drawn["draw"]() == (DOCS / "inside" / "structure.svg").read_text(), "python docs/inside/structure.py"
 
 
-@pytest.mark.exhaustive  # two launchers, as in two pods
-@pytest.mark.parametrize("launcher", ["triax run", "torchrun"])
-def test_the_command_of_the_pods_starts_all_ranks(launcher: str, tmp_path: Path) -> None:
-    (manifest,) = (
+def on_two_hosts() -> dict[str, tuple[str, dict[str, object]]]:
+    """The commands of docs/launch.md for the hosts of Kubernetes and of SkyPilot, and the variables of these."""
+    kubeflow, sky = (
         yaml.safe_load(block.text)
-        for block in blocks((DOCS / "guides" / "clusters.md").read_text())
-        if block.language == "yaml"
+        for block in blocks((DOCS / "launch.md").read_text())
+        if block.language == "yaml" and ("kind" in block.text or "num_nodes" in block.text)
     )
     (command,) = {
         container["args"][0]
-        for pod in manifest["spec"]["pytorchReplicaSpecs"].values()
+        for pod in kubeflow["spec"]["pytorchReplicaSpecs"].values()
         for container in pod["template"]["spec"]["containers"]
     }
-    assert command.startswith("triax run ")
+    pod = {"PET_NNODES": 2, "PET_NPROC_PER_NODE": 2, "PET_MASTER_ADDR": "127.0.0.1", "PET_NODE_RANK": None}
+    host = {"SKYPILOT_NUM_NODES": sky["num_nodes"], "SKYPILOT_NUM_GPUS_PER_NODE": 2, "SKYPILOT_NODE_RANK": None}
+    return {
+        "triax run": (command, pod),
+        "torchrun": ("torchrun train.py", pod),
+        "sky": (sky["run"], {**host, "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2"}),
+    }
+
+
+@pytest.mark.exhaustive  # two launchers, as on two hosts
+@pytest.mark.parametrize("kind", ["triax run", "torchrun", "sky"])
+def test_the_command_of_each_host_starts_all_ranks(kind: str, tmp_path: Path) -> None:
+    command, variables = on_two_hosts()[kind]
+    assert "triax run " in command or kind == "torchrun"
     (tmp_path / "train.py").write_text(
         "import triax\ngrid = triax.Grid(tensor=2)\ngrid.world.barrier()\nprint(grid, flush=True)\n"
     )
-    own = shlex.join([*TRIAX, "run"])
-    command = command.replace("triax run", f"{own} --tee all") if launcher == "triax run" else "torchrun train.py"
+    port = free_port()
+    own = f"{shlex.join([*TRIAX, 'run'])} --tee all" + (f" --master-port {port}" if kind == "sky" else "")
+    command = command.replace("triax run", own)
     command = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
-    pets = {"NNODES": 2, "NPROC_PER_NODE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    with ExitStack() as pods:
-        started_pods = []
-        for rank in range(2):
-            environment = {f"PET_{name}": str(value) for name, value in {**pets, "NODE_RANK": rank}.items()}
-            words = ("sh", "-c", command)
-            started_pods.append(pods.enter_context(started(*words, cwd=tmp_path, env={**os.environ, **environment})))
-        printed = [pod.communicate(timeout=120) for pod in started_pods]
-    assert [pod.returncode for pod in started_pods] == [0, 0], printed
+    variables = {**os.environ, "PET_MASTER_PORT": str(port), **{name: str(value) for name, value in variables.items()}}
+    (number,) = (name for name in variables if name.endswith("NODE_RANK"))
+    with ExitStack() as hosts:
+        launched = [
+            hosts.enter_context(started("sh", "-c", command, cwd=tmp_path, env={**variables, number: str(host)}))
+            for host in range(2)
+        ]
+        printed = [host.communicate(timeout=120) for host in launched]
+    assert [host.returncode for host in launched] == [0, 0], printed
     text = "".join(out + err for out, err in printed)
     assert all(f"data=2, tensor=2; rank {rank} " in text for rank in range(4)), text
 

@@ -1,4 +1,7 @@
-"""docs/profiling.md and docs/autocast.md: every command in them is run, and every program by one of these."""
+"""The profiling options in docs/monitoring.md: each program is run by a command of the page.
+
+Its first program is run by tests/engine/monitor/test_observer.py.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from support.paths import ROOT
+from support.paths import DOCS
 from support.processes import program
 from support.readme_blocks import blocks, commands, programs
 
-DOCS = [ROOT / "docs" / "profiling.md", ROOT / "docs" / "autocast.md"]
-COMMANDS = [(doc, command) for doc in DOCS for _, command in commands(doc.read_text())]
+TEXT = (DOCS / "monitoring.md").read_text().partition("\n## Profiling options\n")[2]
+COMMANDS = [command for _, command in commands(TEXT)]
 
 
-@pytest.mark.parametrize(("doc", "command"), COMMANDS, ids=[f"{doc.stem}: {command}" for doc, command in COMMANDS])
-def test_the_commands_of_the_profiling_pages_run(ranks: Any, doc: Path, command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_profiling_options_run(ranks: Any, command: str, tmp_path: Path) -> None:
     launcher, *words = shlex.split(command)
     size = int(words[1]) if launcher == "torchrun" else 1
     assert launcher == "python" or (launcher == "torchrun" and words.pop(0) == "--nproc-per-node" and words.pop(0))
     name = words[0]
-    (tmp_path / name).write_text(programs(doc.read_text())[name])
+    (tmp_path / name).write_text(programs(TEXT)[name])
     first, *others = ranks(size, program, words, str(tmp_path))
     assert not any(others)  # rank 0 speaks for all
     if name == "profiled.py":
@@ -36,8 +39,7 @@ def test_the_commands_of_the_profiling_pages_run(ranks: Any, doc: Path, command:
         assert "fwd MACs:" in first
 
 
-def test_every_program_of_the_profiling_docs_is_run() -> None:
-    for doc in DOCS:
-        typed = " ".join(command for at, command in COMMANDS if at == doc)
-        assert programs(doc.read_text()) and all(name in typed for name in programs(doc.read_text()))
-        assert {block.language for block in blocks(doc.read_text())} <= {"python", "sh", "json"}
+def test_every_program_of_the_profiling_options_is_run() -> None:
+    typed = " ".join(COMMANDS)
+    assert list(programs(TEXT)) == ["profiled.py", "standalone.py"] and all(name in typed for name in programs(TEXT))
+    assert {block.language for block in blocks(TEXT)} <= {"python", "sh", "json"}

@@ -1,4 +1,4 @@
-"""Everything that README.md and docs/start tell their reader to type works.
+"""Everything that README.md, docs/start and the program of docs/train.md tell their reader to type works.
 
 - README.md's ```python block has parts of examples/gpt_3d.py, which test_gpt_3d.py runs. Those of docs/start are
   programs: if the first line is `# name.py`, the commands below it may use this name. A block that imports nothing
@@ -181,8 +181,11 @@ def test_readme_shows_a_program_and_commands() -> None:
     assert {"make train", "make test"} <= {command.partition("#")[0].strip() for command in typed}
 
 
-ON_PAGES = [command for page in sorted((DOCS / "start").glob("*.md")) for command in commands(page.read_text())]
-STARTED = [command for _, command in ON_PAGES]
+STARTING = [page.read_text() for page in sorted((DOCS / "start").glob("*.md"))]
+STARTED = [command for text in STARTING for _, command in commands(text)]
+# The rest of docs/train.md is in tests/train/test_from_text.py.
+_, _, PROGRAM = (DOCS / "train.md").read_text().partition("\n## A program\n")
+ON_PAGES = [command for text in (*STARTING, PROGRAM) for command in commands(text)]
 
 
 def listing(page: Path) -> list[str]:

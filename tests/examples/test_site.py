@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -98,6 +99,33 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     assert sorted({*PAGES, *NOTEBOOKS} - listed) == [DOCS / "index.md"]
 
 
+WORDS, COLUMNS = 5, 88  # of a title in the sidebar, and of code beside it on a laptop
+# Pages with blocks that a program reads or prints as they are, and are wider.
+PRINTED = {"model.md", "faults.md", "plan.md", "schedules.md", "training-files.md", "zero.md"}
+
+
+def test_titles_of_the_docs_have_at_most_five_words() -> None:
+    titles = {page: re.search(r"^# (.+)$", prose(page), re.MULTILINE) for page in PAGES}
+    assert {str(page): title and title[1] for page, title in titles.items() if not 1 <= words(title) <= WORDS} == {}
+
+
+def words(title: re.Match[str] | None) -> int:
+    return len(title[1].split()) if title is not None else 0
+
+
+def test_code_of_the_docs_has_at_most_88_columns() -> None:
+    wide = [
+        f"{page.relative_to(DOCS)}:{block.line + number}: {line}"
+        for page in PAGES
+        for block in blocks(page.read_text(encoding="utf-8"))
+        for number, line in enumerate(block.text.splitlines(), 1)
+        if len(line) > COLUMNS and not (block.language in ("", "text") and page.name in PRINTED)
+    ]
+    assert wide == []
+    example = (ROOT / "examples" / "gpt_3d.py").read_text(encoding="utf-8")  # which docs/train.md shows
+    assert max(map(len, example.splitlines())) <= COLUMNS
+
+
 def test_every_public_name_is_on_a_page_of_the_reference() -> None:
     """The directives on the pages have all packages, and the directive's entries all names of a package."""
     text = (ROOT / "tests" / "laws" / "public_api.txt").read_text(encoding="utf-8")
@@ -125,6 +153,13 @@ def test_each_table_of_the_reference_stands_on_a_page() -> None:
     for name, page in pages.items():
         assert page.read_text(encoding="utf-8").endswith(f"```{{table-of}} {name}\n```\n")
         assert re.match(r"\| \w+ \|.*\n\|---\|", conf().TABLES[name]())
+
+
+def test_symptoms_of_the_search_are_headings_of_troubleshooting() -> None:
+    page = prose(DOCS / f"{conf().TROUBLESHOOTING}.md")
+    assert re.findall(r"^## (.+)$", page, re.MULTILINE) == list(conf().SYMPTOMS)
+    typed = [word for words in conf().SYMPTOMS.values() for word in words]
+    assert typed == [word.lower() for word in dict.fromkeys(typed)]
 
 
 def test_every_command_and_option_has_an_entry_in_the_docs() -> None:
@@ -231,3 +266,8 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path, theme: str) -> None
     top = {name for name in listed if name.rpartition(".")[0] in conf().PACKAGES}
     assert top <= {line.split(" ")[0] for line in names.splitlines()}
     assert "https://" in (tmp_path / "html" / "links.txt").read_text(encoding="utf-8")
+    if theme == "furo":  # with the search: Sphinx's script gives an entry 100 points, and a title at most 16
+        index = (tmp_path / "html" / "searchindex.js").read_text(encoding="utf-8")
+        pages = json.loads(re.findall(r'"?docnames"?:(\[[^\]]*\])', index)[0])
+        (page, place, main) = json.loads(re.findall(r'"out of memory":\[(\[[^\]]*\])\]', index)[-1])
+        assert (pages[page], place, bool(main)) == (conf().TROUBLESHOOTING, "out-of-memory", True)

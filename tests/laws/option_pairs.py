@@ -231,7 +231,7 @@ def together(pair: tuple[Feature, Feature]) -> str:
     return cell(pair, {"data": 2}, "1f1b", stage_of(pair))
 
 
-INTRODUCTION = f"""# What works with what: the options of an engine
+INTRODUCTION = f"""# What works with what
 
 `python tests/laws/option_pairs.py` writes this page. It trains a toy Llama (on the expert axis a Mixtral) for two steps
 with each option on each axis, and with each pair of options. [What was proved](proved.md) has the types of models and
@@ -241,14 +241,16 @@ the methods; [What works with what](huggingface.md#what-works-with-what) has the
   not change numbers, such as recomputation or offload, the one process trains without it.
 - **runs**: the option rounds, or lets replicas differ. Both steps are taken, with finite losses.
 - **refused (n)**: triax raises error n of the [list](#errors).
-- An empty cell: the option has no effect in this ZeRO stage.
 
 torch {torch.__version__.partition("+")[0]}, CPU, gloo.
 
 ## Each option on each axis and ZeRO stage
 
-The five columns of axes have 2 ranks on the axis and 2 replicas, in ZeRO stage 1, or in a stage in which the option has
-an effect. The columns of ZeRO have 2 replicas.
+Each option ran on the axes pipe (1F1B and ZB-H1), tensor, context and expert, of 2 ranks with 2 replicas, and on 2
+replicas in each ZeRO stage in which it has an effect. The result is the same everywhere, but for the exceptions:
+
+| option | ZeRO stages | result | exceptions |
+|---|---|---|---|
 """
 
 
@@ -257,23 +259,31 @@ def page(rows: list[tuple[Feature, list[str]]], found: list[tuple[Feature, Featu
     errors: list[str] = []
 
     def shown(text: str) -> str:
-        if text in ("", "equal", "runs"):
+        if text in ("equal", "runs"):
             return text
         if text not in errors:
             errors.append(text)
         word = "refused" if REFUSALS.match(text) else "fails"
         return f"{word} ({errors.index(text) + 1})"
 
-    lines = [f"| option | {' | '.join(PLACES)} |", "|---" * (len(PLACES) + 1) + "|"]
-    lines += [f"| `{each.name}` | {' | '.join(map(shown, row))} |" for each, row in rows]
+    lines = []
+    for each, row in rows:
+        cells = {place: shown(text) for place, text in zip(PLACES, row, strict=True) if text}
+        result = Counter(cells.values()).most_common(1)[0][0]
+        others = [f"{place}: {cell}" for place, cell in cells.items() if cell != result]
+        lines.append(f"| `{each.name}` | {', '.join(map(str, each.stages))} | {result} | {'; '.join(others)} |")
     counts = Counter(text for _, _, text in found)
     lines += ["", "## Pairs of options", ""]
     lines += [f"Each pair trained on 2 replicas, in a ZeRO stage in which both have an effect. Of {len(found)} pairs,"]
     lines += [f"{counts['equal']} are equal and {counts['runs']} run. These are the others:", ""]
     lines += ["| option | with | |", "|---|---|---|"]
-    lines += [f"| `{a.name}` | `{b.name}` | {shown(text)} |" for a, b, text in found if text not in ("equal", "runs")]
+    others: dict[tuple[str, str], list[str]] = {}
+    for a, b, text in found:
+        if text not in ("equal", "runs"):
+            others.setdefault((a.name, shown(text)), []).append(f"`{b.name}`")
+    lines += [f"| `{name}` | {', '.join(partners)} | {cell} |" for (name, cell), partners in others.items()]
     lines += ["", "## Errors", "", *(f"{n}. {text}" for n, text in enumerate(errors, 1))]
-    return INTRODUCTION + "\n" + "\n".join(lines) + "\n"
+    return INTRODUCTION + "\n".join(line.replace("|  |", "| |") for line in lines) + "\n"
 
 
 def main() -> None:

@@ -172,7 +172,7 @@ def written() -> dict[str, list[tuple[str, dict[str, str]]]]:
     return found
 
 
-INTRODUCTION = f"""# What was proved: types of models, methods and axes
+INTRODUCTION = f"""# What was proved
 
 `python tests/laws/proved.py` writes this page. For each method, type (`model_type` of Hugging Face) and axis,
 a toy model trains two steps on 2 ranks of the axis. The axes are {", ".join(AXES[:-1])} and {AXES[-1]}. On each of

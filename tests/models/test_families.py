@@ -506,24 +506,15 @@ def test_an_unknown_family_says_how_to_add_it() -> None:
 
 
 def table() -> list[str]:
-    """The families' table of docs/models.md: what the tests of this file compare with transformers."""
-    heads = ("`model_type`", "`load_hf`, `save_hf`", "pipe 2, tensor 2", "generate")
-    lines = [f"| {' | '.join((*heads, '`hf_layers`, pipe 2', '`parallelize`, tensor 2'))} |", "|---" * 6 + "|"]
-    dense, hybrid = ({family for family, _ in cases.values()} for cases in (DENSE, HYBRIDS))
+    """The families' table of docs/models.md: what this file and its neighbors compare with transformers."""
+    rows: dict[tuple[str, ...], list[str]] = {}
     for name, family in FAMILIES.items():
-        known, encodes = family.config is not None, family.config is EncoderConfig
-        if name in dense | hybrid:
-            cells = [f"`{config_name(family.config)}`", "1e-10", "equal", "1e-10" if name in dense else ""]
-            cells.append("1e-10" if family.plan is not None else "")
-        elif encodes:  # tests/models/test_encoders.py
-            cells = ["`EncoderConfig`", "1e-10", "", "", "1e-10" if family.plan is not None else ""]
-        else:
-            where = "[Mixture of experts](moe.md)" if known else ""
-            cells = [f"`{config_name(family.config)}`" if known else "", where, "equal" if known else ""]
-            cells.append("1e-10" if family.blocks else "")
-            cells.append("1e-10" if family.plan is not None else "")
-        lines.append(f"| `{name}` | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
-    return lines
+        config = f"`{config_name(family.config)}`" if family.config is not None else ""
+        cells = (config, "yes" if family.blocks else "", "yes" if family.plan is not None else "")
+        rows.setdefault(cells, []).append(f"`{name}`")
+    heads = ["| `model_type` | `load_hf`, `save_hf` | `hf_layers` | `parallelize` |", "|---" * 4 + "|"]
+    lines = [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items()]
+    return heads + [line.replace("|  |", "| |").replace("|  |", "| |") for line in lines]
 
 
 def config_name(config: type[Any] | None) -> str:

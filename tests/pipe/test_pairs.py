@@ -183,7 +183,7 @@ def last_end(schedule: Schedule, costs: Costs) -> float:
 
 @pytest.mark.parametrize(
     ("name", "one_at_a_time", "in_pairs"),
-    [  # as docs/schedule-ops.md has them, of 4 ranks and 16 microbatches
+    [  # as docs/schedules.md has them, of 4 ranks and 16 microbatches
         ("1f1b", 61.75, 61.75),  # one forward ahead is too little for the longer way of a microbatch through pairs
         ("eager-1f1b", 61.75, 58),
         ("interleaved", 56.875, 53.5),

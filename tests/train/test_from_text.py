@@ -1,4 +1,4 @@
-"""docs/from-text.md: its commands, and every loss and gradient of its run beside plain PyTorch on one process."""
+"""docs/train.md: the commands of its first example; each loss and gradient of its run beside PyTorch on one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from support.readme_blocks import blocks, commands, make_text, makes_text, progr
 
 pytest.importorskip("transformers")
 
-TEXT = (DOCS / "from-text.md").read_text()
+TEXT = (DOCS / "train.md").read_text().partition("\n## A program\n")[0]
 TYPED = [command for _, command in commands(TEXT) if not makes_text(command)]
 EXPLAIN, FIRST, SECOND, THIRD = (command for command in TYPED if command.startswith("triax train "))
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under"]
@@ -342,7 +342,7 @@ def test_the_text_of_the_page_fills_all_training_steps(tmp_path: Path, monkeypat
     assert sum(1 for _ in itertools.islice(batches(tmp_path), STEPS)) == STEPS
 
 
-def test_commands_of_the_from_text_page_are_the_tested_ones() -> None:
+def test_commands_of_the_page_on_training_are_the_tested_ones() -> None:
     kinds = [" ".join(command.split()[:2]) for command in TYPED]
     assert kinds == [
         *["triax data"] * 3,

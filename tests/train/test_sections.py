@@ -104,7 +104,7 @@ def test_the_docs_program_and_commands_run(ranks: Any, tmp_path: Path, monkeypat
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(text.partition("```yaml\n")[2].partition("```")[0])
-    make_text(text, tmp_path)
+    make_text((ROOT / "docs" / "train.md").read_text(), tmp_path)
     first, second, *_ = [
         command.partition("#")[0].split()[1:] for _, command in commands(text) if command[:5] == "triax"
     ]

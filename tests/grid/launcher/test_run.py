@@ -28,6 +28,7 @@ from support.command_line import run_triax
 from support.launched_scripts import ELSEWHERE, SCRIPT, written
 from support.paths import DOCS
 from support.processes import TRIAX, as_mpich, as_mpirun, as_srun, free_port, last_line, started
+from support.readme_blocks import block_of
 
 # Rank 1 is killed in the middle of work, so many times.
 FALLS = """
@@ -301,9 +302,8 @@ def as_launchers(folder: Path) -> None:
 @pytest.mark.parametrize("block", re.findall(r"```sh\n(.*?)```", LAUNCH_DOCS.read_text(), re.DOTALL))
 def test_the_commands_of_the_launch_page_run(block: str, tmp_path: Path) -> None:
     """The commands of the docs run, with this host in place of several hosts."""
-    for kind, source in re.findall(r"```(python|text)\n(.*?)```", LAUNCH_DOCS.read_text(), re.DOTALL):
-        name = "train.py" if kind == "python" else "hosts"
-        (tmp_path / name).write_text(source)
+    for name in ("train.py", "hosts"):
+        (tmp_path / name).write_text(block_of("launch.md", f"# {name}\n"))
     as_launchers(tmp_path)
     block = block.replace("\\\n", " ")
     block = block.replace("--hostfile", f"--launcher '{ELSEWHERE}' --master-addr 127.0.0.1 --hostfile")
