@@ -41,11 +41,13 @@ from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ..layers import scaled, softcapped
 from .config import read_config, without_modules
 from .families import FAMILIES
+from .family import Family
 from .load import load_hf
-from .names import FolderName, Names, OneRow, expand
+from .names import Names, OneRow, expand
 from .parallelize import shard_part
+from .patch_layers import PATCH_FAMILIES, Patches, PatchTower
 from .reader import open_source
-from .vision_layers import Projector, VisionBlock, VisionEmbedding, VisionTower
+from .vision_layers import VisionTower
 
 
 class HFModel:
@@ -53,14 +55,15 @@ class HFModel:
 
     Args:
         config: transformers' configuration of the model.
+        family: its family; None: that of its ``model_type``.
 
     Raises:
         ValueError: a family or a setting that ``hf_layers`` does not run.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, family: Family | None = None) -> None:
         kind = getattr(config, "model_type", None)
-        if kind not in FAMILIES or not (FAMILIES[kind].names and FAMILIES[kind].blocks):
+        if family is None and (kind not in FAMILIES or not (FAMILIES[kind].names and FAMILIES[kind].blocks)):
             known = ", ".join(name for name, family in FAMILIES.items() if family.names and family.blocks)
             raise ValueError(
                 f"hf_layers has the families {known}, but the model is of the family {kind!r}. List its layers "
@@ -89,7 +92,7 @@ class HFModel:
                 f"hf_layers does not implement word_embed_proj_dim={config.word_embed_proj_dim} different from "
                 f"hidden_size={config.hidden_size}. Take a model without it."
             )
-        self.config, self.family = config, FAMILIES[kind]
+        self.config, self.family = config, family or FAMILIES[str(kind)]
         if config._attn_implementation is None:
             config._attn_implementation = self.whole().config._attn_implementation  # as a model would choose
         table = self._table()
@@ -189,7 +192,7 @@ class HFModel:
 
 
 class HFVisionModel:
-    """Configuration of a LLaVA: a vision tower, its projector, and a language model. All layers of one list share it.
+    """Configuration of a model with a vision tower and a language model. All layers of one list share it.
 
     Args:
         config: transformers' configuration of the model.
@@ -197,32 +200,35 @@ class HFVisionModel:
     Attributes:
         text: the configuration of the language model's layers.
         tower: the configuration of the tower's layers.
+        embedding, block: the classes of the token embedding and of the language model's blocks.
         first: number of layers in front of the token embedding.
     """
 
     def __init__(self, config: Any) -> None:
-        self.config, self.text, self.tower = config, HFModel(config.text_config), VisionTower(config)
+        self.config = config
+        self.tower: PatchTower | VisionTower
+        self.embedding: Callable[..., Embedding]
+        if config.model_type in PATCH_FAMILIES:
+            self.tower, self.embedding, self.block = PatchTower(config), PatchTextEmbedding, PatchTextBlock
+            self.text: HFModel = _TextPart(self.tower)
+        else:
+            self.tower, self.embedding, self.block = VisionTower(config), ImageTextEmbedding, HFBlock
+            self.text = HFModel(config.text_config)
         self.family, self.first = self.text.family, self.tower.depth + 2
 
     @property
     def architecture(self) -> str:
         """Name of the model class, as ``config.json`` lists it under ``architectures``."""
-        return "LlavaForConditionalGeneration"
+        return self.tower.architecture
 
     def names(self) -> Names:
-        """Return the table from the parameter names of these layers to transformers' names.
-
-        Folders have other names than live models, and had others before transformers 5.
-        """
-        entries: dict[str, Any] = {}
-        for ours, theirs in self.tower.names().items():
-            older = theirs.replace("vision_tower.", "vision_tower.vision_model.", 1)
-            entries[f"layers.{ours}"] = [FolderName(theirs, f"model.{theirs}"), older]
+        """Return the table from the parameter names of these layers to transformers' names."""
+        entries: dict[str, Any] = {
+            f"layers.{ours}": self.tower.forms(theirs) for ours, theirs in self.tower.names().items()
+        }
         for ours, entry in expand(self.text.names(), self.text.config.num_hidden_layers).items():
             _, index, rest = ours.split(".", 2)
-            (theirs,) = entry.theirs
-            live = theirs if theirs.startswith("lm_head.") else theirs.replace("model.", "model.language_model.", 1)
-            entries[f"layers.{int(index) + self.first}.{rest}"] = FolderName(f"language_model.{theirs}", live)
+            entries[f"layers.{int(index) + self.first}.{rest}"] = self.tower.forms_of_text(*entry.theirs)
         return entries
 
     def __eq__(self, other: object) -> bool:
@@ -232,6 +238,21 @@ class HFVisionModel:
 
     def __repr__(self) -> str:
         return type(self.config).__name__
+
+
+class _TextPart(HFModel):
+    """Language model of a model with images, in which its modules are looked up."""
+
+    def __init__(self, tower: PatchTower) -> None:
+        self.tower = tower
+        super().__init__(tower.config.text_config, tower.kind.text)
+
+    @property
+    def architecture(self) -> str:
+        return self.tower.architecture
+
+    def whole(self) -> Any:
+        return self.tower.whole(1)
 
 
 def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
@@ -277,13 +298,11 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     model: HFModel | HFVisionModel
     front: list[LayerSpec] = []
     takes: tuple[str, ...] = ()
-    if getattr(config, "model_type", None) == "llava":
+    block: type[HFBlock] = HFBlock
+    if (kind := getattr(config, "model_type", None)) == "llava" or kind in PATCH_FAMILIES:
         model = HFVisionModel(config)
-        tower, text = model.tower, model.text
-        blocks = [LayerSpec(VisionBlock, tower, index) for index in range(tower.depth)]
-        front = [LayerSpec(VisionEmbedding, tower), *blocks, LayerSpec(Projector, tower)]
-        embedding: Callable[..., Embedding] = partial(ImageTextEmbedding, model)
-        takes = ("input_ids",)
+        text, block, front, takes = model.text, model.block, model.tower.layers(), ("input_ids",)
+        embedding: Callable[..., Embedding] = partial(model.embedding, model)
     else:
         model = text = HFModel(config)
         embedding = partial(Embedding, text)
@@ -296,7 +315,7 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
         head = TiedLayerSpec("embed", embedding, forward_fn=Embedding.attend)
     positions = [LayerSpec(Norm, text, text.embedding_norm)] if text.embedding_norm else []
     positions += [LayerSpec(Positions, text)] if text.positions else []
-    blocks = [LayerSpec(HFBlock, text, index, attention=attention) for index in range(text.config.num_hidden_layers)]
+    blocks = [LayerSpec(block, text, index, attention=attention) for index in range(text.config.num_hidden_layers)]
     layers = [*front, first, *positions, *blocks, LayerSpec(Norm, text, text.norm), head]
     return layers if source is None else load_hf(source, layers, names=model.names())
 
@@ -367,6 +386,37 @@ class ImageTextEmbedding(Embedding):
         return self._dropped(shard(x, self.context))
 
 
+class PatchTextEmbedding(Embedding):
+    """Token embedding with the features of images of any size at the places of their tokens.
+
+    Patches -> x (B, T, D) and the positions (3, B, T) of the tokens, in time, height and width; if there are deep-stack
+    features, also (B, T), True at image tokens, and these features.
+    """
+
+    tower: PatchTower
+
+    def __init__(self, model: HFVisionModel, *, grid: Grid) -> None:
+        super().__init__(model.text, grid=grid)
+        self.tower = model.tower  # type: ignore[assignment]
+        if grid.context.size > 1:
+            raise ValueError(
+                f"hf_layers does not divide the sequences of a {model} over context={grid.context.size}. Use a grid "
+                "with context=1."
+            )
+
+    def forward(self, patches: Patches, input_ids: Tensor) -> Patches:  # type: ignore[override]
+        """Look up the tokens (B, T), and put the features there, image by image.
+
+        Raises:
+            ValueError: the image tokens are not those of the images.
+        """
+        features, sizes, *deep = patches
+        positions = self.tower.positions_of_text(input_ids, sizes)
+        is_image = input_ids == self.tower.config.image_token_id
+        x = self._vectors(input_ids).masked_scatter(is_image[..., None], features)
+        return (x, positions, is_image, *deep) if deep else (x, positions)
+
+
 class Positions(nn.Embedding):
     """Learned positions, then dropout: (B, T, D) -> (B, T, D)."""
 
@@ -429,8 +479,12 @@ class HFBlock(nn.Module):
                 )
             shard_part(self.block, f"{hf.blocks}.{index}", grid, hf.family.plan(hf.config))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Any:
         """Run the block with its model's mask and positions: (B, T, D) -> (B, T, D)."""
+        return self.run(x)
+
+    def run(self, x: Tensor, rotary_positions: Tensor | None = None) -> Tensor:
+        """Run the block; the rotary positions are those of a model with images, if they are given."""
         from transformers import masking_utils
 
         positions, mask = _positions(x, self.context)[None], None
@@ -441,7 +495,9 @@ class HFBlock(nn.Module):
         given: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
         if self.rotary is not None:
             kind = (self.layer_type,) if self.by_type else ()
-            given["position_embeddings"] = self.rotary(x, positions, *kind)
+            given["position_embeddings"] = self.rotary(
+                x, positions if rotary_positions is None else rotary_positions, *kind
+            )
         if hasattr(self.config, "alibi"):  # Falcon's blocks want it, also where there is none
             given["alibi"] = None
         if self.alibi is not None:  # of Bloom
@@ -450,6 +506,27 @@ class HFBlock(nn.Module):
         y = self.block(x, **given)
         hidden: Tensor = y[0] if isinstance(y, tuple) else y
         return hidden
+
+
+class PatchTextBlock(HFBlock):
+    """One block of the language model of ``PatchTextEmbedding``: its output -> the same; of the last block, (B, T, D).
+
+    The first blocks each add one of the deep-stack features to their output at the image tokens.
+    """
+
+    def __init__(self, hf: HFModel, index: int, *, grid: Grid, attention: str = "ring") -> None:
+        super().__init__(hf, index, grid=grid, attention=attention)
+        self.is_last = index == hf.config.num_hidden_layers - 1
+
+    def forward(self, value: Patches) -> Tensor | Patches:
+        """Run the block, and add its deep-stack features."""
+        x, positions, *images = value
+        x = self.run(x, positions)
+        if images:
+            is_image, features, *later = images
+            x = x.masked_scatter(is_image[..., None], x[is_image] + features.to(x.dtype))
+            images = [is_image, *later] if later else []
+        return x if self.is_last else (x, positions, *images)
 
 
 class Norm(nn.Module):

@@ -1,8 +1,9 @@
-"""``hf_layers`` of a LLaVA: tower and language model in one list on any grid, against transformers on one process."""
+"""``hf_layers`` of models of text and images, tower and language model in one list, against transformers."""
 
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from triax.models.huggingface.save import save_hf, wrapping
 from triax.models.huggingface.vision_layers import VisionBlock, VisionEmbedding
 
 from support.exact_norms import exact
-from support.vision_models import CASES, IMAGE, IMAGES, make, microbatch, on_one_process, sums
+from support.sweeps import some
+from support.vision_models import CASES, IMAGE, IMAGES, PATCH_CASES, make, microbatch, odd_patches, on_one_process, sums
 
 Sizes = tuple[int, int, int, int]  # pipe, data, context, tensor
 LR = 0.5
@@ -31,6 +33,7 @@ def engine_of(
     cut: list[int] | None = None,
     schedule: str = "1f1b",
     frozen: bool = False,
+    microbatches: int = 4,
     **options: Any,
 ) -> Any:
     pipe, data, context, tensor = sizes
@@ -42,7 +45,7 @@ def engine_of(
             layer.requires_grad_(False)
     return triax.Engine(
         module,
-        batch=triax.Batch(microbatch=2, microbatches=4),
+        batch=triax.Batch(microbatch=2, microbatches=microbatches),
         optimizer=partial(torch.optim.SGD, lr=LR),
         zero=stage,
         schedule=schedule,
@@ -50,8 +53,8 @@ def engine_of(
     )
 
 
-def step(engine: Any) -> float:
-    batches = [microbatch(engine.grid.data.rank, number) for number in range(len(IMAGES[0]))]
+def step(engine: Any, case: str = "") -> float:
+    batches = [microbatch(engine.grid.data.rank, number, case) for number in range(len(IMAGES[0]))]
     with exact(engine.module):
         loss: float = engine.train_batch(iter(batches)).item()
     return loss
@@ -66,7 +69,7 @@ def theirs(engine: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def trained(case: str, frozen: bool, out: str, *options: Any) -> tuple[float, dict[str, Tensor]]:
     engine = engine_of(make(case, frozen), *options)
     save_hf(engine, f"{out}/before")
-    loss = step(engine)
+    loss = step(engine, case)
     save_hf(engine, f"{out}/after")
     return loss, theirs(engine, engine.gather("gradients"))
 
@@ -77,14 +80,14 @@ def require_equal_to_transformers(
     import transformers
 
     model, out = make(case, frozen), str(tmp_path)
-    loss, wanted = on_one_process(model, sizes[1])
+    loss, wanted = on_one_process(model, sizes[1], case)
     world = sizes[0] * sizes[1] * sizes[2] * sizes[3]
     for found, gradients in ranks(world, trained, case, frozen, out, sizes, *options, timeout=120):
         assert found == pytest.approx(loss, rel=1e-10)
         assert gradients.keys() == wanted.keys()
         for name, gradient in wanted.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
-    reader: Any = transformers.LlavaForConditionalGeneration
+    reader: Any = getattr(transformers, type(model).__name__)
     before, after = (
         reader.from_pretrained(f"{out}/{when}", dtype=torch.float64).state_dict() for when in ("before", "after")
     )
@@ -109,6 +112,15 @@ def require_equal_to_transformers(
             for cell in ((True, (2, 2, 1, 1), 2, [0, 3, 10]), (False, (2, 1, 1, 2), 1, [0, 2, 10]))
         ),
         ("clip-llama", False, (1, 1, 2, 1), 0, None, "1f1b"),
+        # Here they are patches, 3 blocks of the tower, merger, embedding, 3 blocks, norm, head.
+        ("qwen2_5_vl", False, (2, 1, 1, 1), 0, [0, 3, 11], "1f1b"),
+        ("qwen2_5_vl", False, (1, 2, 1, 1), 3, None, "1f1b"),
+        ("qwen2_5_vl", True, (2, 1, 1, 2), 1, [0, 7, 11], "1f1b"),
+        ("qwen3_vl", False, (4, 1, 1, 1), 0, [0, 2, 6, 7, 11], "zb-h1"),
+        ("qwen3_vl", False, (1, 2, 1, 1), 3, None, "1f1b"),
+        ("qwen3_vl", True, (2, 1, 1, 1), 0, [0, 3, 11], "1f1b"),
+        ("qwen3_vl", False, (1, 1, 1, 2), 0, None, "1f1b"),
+        ("qwen2_vl", False, (2, 1, 1, 2), 1, [0, 5, 11], "1f1b"),
     ],
 )
 def test_vision_models_train_as_transformers(
@@ -130,14 +142,18 @@ def test_vision_models_train_as_transformers(
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (1, 1, 1, 2), (2, 1, 2, 1)], ids=str
 )
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *PATCH_CASES])
 def test_vision_models_train_as_transformers_on_every_grid(
     ranks: Any, tmp_path: Path, case: str, sizes: Sizes, frozen: bool, stage: int
 ) -> None:
+    if sizes[2] == 2 and case in PATCH_CASES:
+        with pytest.raises(ValueError, match="does not divide the sequences"):
+            require_equal_to_transformers(ranks, tmp_path, case, frozen, sizes, stage)
+        return
     require_equal_to_transformers(ranks, tmp_path, case, frozen, sizes, stage)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *PATCH_CASES])
 def test_vision_models_have_transformers_logits_and_files(tmp_path: Path, case: str) -> None:
     model = make(case)
     model.save_pretrained(tmp_path / "theirs")
@@ -145,7 +161,7 @@ def test_vision_models_have_transformers_logits_and_files(tmp_path: Path, case: 
     for source in (model, tmp_path / "theirs"):
         mine = PipelineModule(hf_layers(source), loss_fn=CausalLMLoss(), dtype=torch.float64)
         for number in range(4):
-            given = microbatch(0, number)
+            given = microbatch(0, number, case)
             given.pop("labels")
             with torch.no_grad():
                 found = mine(given if "pixel_values" in given else given["input_ids"], input_ids=given["input_ids"])
@@ -154,6 +170,41 @@ def test_vision_models_have_transformers_logits_and_files(tmp_path: Path, case: 
         ours = load_file(tmp_path / "mine" / "model.safetensors")
         assert ours.keys() == wanted.keys()
         assert all(torch.equal(ours[name], tensor) for name, tensor in wanted.items())
+
+
+ODD_GRIDS = ((1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2), (2, 1, 1, 2))
+
+
+def odd_step(kind: str, seed: int, out: str, sizes: Sizes) -> tuple[float, dict[str, Tensor]]:
+    model, batches = odd_patches(kind, seed)
+    engine = engine_of(model, sizes, 3 if sizes[1] == 2 else 0, microbatches=2 // sizes[1])
+    save_hf(engine, out)
+    own = batches[engine.grid.data.rank :: sizes[1]]
+    with exact(engine.module):
+        loss: float = engine.train_batch(iter(own)).item()
+    return loss, theirs(engine, engine.gather("gradients"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"), some([(kind, seed) for kind in PATCH_CASES for seed in range(100)], (0, 101, 203, 204))
+)
+def test_odd_models_of_images_train_as_transformers(ranks: Any, tmp_path: Path, kind: str, seed: int) -> None:
+    """Random sizes, images and grids. Weights of mergers have no gradient in transformers if there are no images."""
+    sizes = ODD_GRIDS[seed % len(ODD_GRIDS)]
+    model, batches = odd_patches(kind, seed)
+    total, count = sums(model, batches)
+    (total / count).backward()
+    model.save_pretrained(tmp_path / "theirs")
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for loss, gradients in ranks(prod(sizes), odd_step, kind, seed, str(tmp_path / "mine"), sizes, timeout=120):
+        assert loss == pytest.approx(total.item() / count, rel=1e-10)
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in gradients.items():
+            expected = torch.zeros_like(gradient) if wanted[name] is None else wanted[name]
+            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12, msg=name)
+    mine, written = (load_file(tmp_path / who / "model.safetensors") for who in ("mine", "theirs"))
+    assert mine.keys() == written.keys()
+    assert all(torch.equal(mine[name], tensor) for name, tensor in written.items())
 
 
 def test_folders_with_older_names_of_transformers_are_loaded(tmp_path: Path) -> None:
