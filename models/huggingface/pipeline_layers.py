@@ -10,8 +10,9 @@ positions. The tensor axis shards them by the plan of ``parallelize``; embedding
 ``load_hf`` builds triax's own layers instead. ``hf_layers`` is for models with features that triax's layers lack. This
 module is imported on first use, and transformers when a layer is built.
 
-Of a LLaVA the list begins with the layers of its vision tower (``vision_layers.py``), which see the images of a
-microbatch. Its token embedding, which stands behind them, takes the field ``input_ids`` of the microbatch.
+Of a model with images the list begins with the layers of its vision tower (``vision_layers.py``, ``patch_layers.py``),
+which see the images of a microbatch. Its token embedding, which stands behind them, takes the field ``input_ids`` of
+the microbatch.
 
 On a grid with a context axis the embedding takes this rank's tokens of the whole ids (``context/order.py``), and the
 blocks call ``context.attention`` in place of the implementation that the configuration names.
@@ -42,12 +43,12 @@ from ..layers import scaled, softcapped
 from .config import read_config, without_modules
 from .families import FAMILIES
 from .family import Family
-from .load import load_hf
+from .load import self_loading
 from .names import Names, OneRow, expand
 from .parallelize import shard_part
 from .patch_layers import PATCH_FAMILIES, Patches, PatchTower
 from .reader import open_source
-from .vision_layers import VisionTower
+from .vision_layers import IMAGE_FAMILIES, VisionTower
 
 
 class HFModel:
@@ -214,6 +215,8 @@ class HFVisionModel:
         else:
             self.tower, self.embedding, self.block = VisionTower(config), ImageTextEmbedding, HFBlock
             self.text = HFModel(config.text_config)
+            if config.model_type == "gemma3":
+                self.embedding, self.block = GemmaTextEmbedding, GemmaTextBlock
         self.family, self.first = self.text.family, self.tower.depth + 2
 
     @property
@@ -263,9 +266,10 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     padding. Dropout is transformers' own, drawn from each process's generator. Set it to 0 if different grids must give
     equal results.
 
-    A ``LlavaForConditionalGeneration`` has the layers of its vision tower in front, ``[patches, block 0, ...,
-    projector]``, whose input is the microbatch: a dict of ``input_ids`` and ``pixel_values`` (N, C, H, W), the images
-    of all its rows in the order of their tokens. N may differ between microbatches, and may be 0.
+    A LLaVA, Gemma 3, Qwen2-VL, Qwen2.5-VL or Qwen3-VL (``...ForConditionalGeneration``) has the layers of its vision
+    tower in front, ``[patches, block 0, ..., projector]``, whose input is the microbatch: a dict of ``input_ids`` and
+    the images of all its rows in the order of their tokens, ``pixel_values`` (N, C, H, W), or of a Qwen
+    ``pixel_values`` (S, C) and ``image_grid_thw`` (N, 3). N may differ between microbatches, and may be 0.
 
     >>> sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
     >>> model = triax.PipelineModule(triax.hf_layers(transformers.LlamaConfig(**sizes)), loss_fn=triax.CausalLMLoss())
@@ -299,7 +303,7 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     front: list[LayerSpec] = []
     takes: tuple[str, ...] = ()
     block: type[HFBlock] = HFBlock
-    if (kind := getattr(config, "model_type", None)) == "llava" or kind in PATCH_FAMILIES:
+    if getattr(config, "model_type", None) in (*IMAGE_FAMILIES, *PATCH_FAMILIES):
         model = HFVisionModel(config)
         text, block, front, takes = model.text, model.block, model.tower.layers(), ("input_ids",)
         embedding: Callable[..., Embedding] = partial(model.embedding, model)
@@ -309,7 +313,7 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     first, head = LayerSpec(embedding, takes=takes), LayerSpec(Head, text)
     tied = config.tie_word_embeddings
     if tied and source is not None:
-        tied = open_source(source, text.embedding).config.get("tie_word_embeddings", True)
+        tied = open_source(source, text.embedding, whole=True).config.get("tie_word_embeddings", True)
     if tied:
         first = TiedLayerSpec("embed", embedding, takes=takes)
         head = TiedLayerSpec("embed", embedding, forward_fn=Embedding.attend)
@@ -317,7 +321,7 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     positions += [LayerSpec(Positions, text)] if text.positions else []
     blocks = [LayerSpec(block, text, index, attention=attention) for index in range(text.config.num_hidden_layers)]
     layers = [*front, first, *positions, *blocks, LayerSpec(Norm, text, text.norm), head]
-    return layers if source is None else load_hf(source, layers, names=model.names())
+    return layers if source is None else self_loading(layers, open_source(source, whole=True), model.names())
 
 
 class Embedding(nn.Embedding):
@@ -375,7 +379,9 @@ class ImageTextEmbedding(Embedding):
             ValueError: the rows have another number of image tokens than the images have features; or as ``Embedding``.
         """
         self._check_length(input_ids)
-        x, is_image = self._vectors(input_ids), input_ids == self.image_token
+        is_image = input_ids == self.image_token
+        beyond = self.image_token >= self.num_embeddings
+        x = self._vectors(input_ids.masked_fill(is_image, 0) if beyond else input_ids)
         count, per_image = int(is_image.sum()), features.shape[1]
         if count != len(features) * per_image:
             raise ValueError(
@@ -384,6 +390,24 @@ class ImageTextEmbedding(Embedding):
             )
         x = x.masked_scatter(is_image[..., None], features.to(x.dtype))  # also without images: see vision_layers.py
         return self._dropped(shard(x, self.context))
+
+
+class GemmaTextEmbedding(ImageTextEmbedding):
+    """Token embedding of a Gemma 3 with images: (N, P, D) -> x (B, T, D), and the number of each token's image, or -1.
+
+    Its blocks let the tokens of an image attend to each other, also to later ones.
+    """
+
+    def __init__(self, model: HFVisionModel, *, grid: Grid) -> None:
+        super().__init__(model, grid=grid)
+        _check_whole(model, grid)
+
+    def forward(self, features: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Look up the tokens (B, T), and put the features there, image by image."""
+        from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
+
+        x = super().forward(features, input_ids)
+        return x, get_block_sequence_ids_for_mask((input_ids == self.image_token).int())
 
 
 class PatchTextEmbedding(Embedding):
@@ -398,11 +422,7 @@ class PatchTextEmbedding(Embedding):
     def __init__(self, model: HFVisionModel, *, grid: Grid) -> None:
         super().__init__(model.text, grid=grid)
         self.tower = model.tower  # type: ignore[assignment]
-        if grid.context.size > 1:
-            raise ValueError(
-                f"hf_layers does not divide the sequences of a {model} over context={grid.context.size}. Use a grid "
-                "with context=1."
-            )
+        _check_whole(model, grid)
 
     def forward(self, patches: Patches, input_ids: Tensor) -> Patches:  # type: ignore[override]
         """Look up the tokens (B, T), and put the features there, image by image.
@@ -441,6 +461,7 @@ class HFBlock(nn.Module):
     def __init__(self, hf: HFModel, index: int, *, grid: Grid, attention: str = "ring") -> None:
         super().__init__()
         self.config, self.context = hf.config, grid.context
+        self.is_last = index == hf.config.num_hidden_layers - 1
         model = hf.whole()
         self.block: nn.Module = type(model.get_submodule(f"{hf.blocks}.0"))(hf.config, layer_idx=index)
         types, window = getattr(hf.config, "layer_types", None), getattr(hf.config, "sliding_window", None)
@@ -483,8 +504,14 @@ class HFBlock(nn.Module):
         """Run the block with its model's mask and positions: (B, T, D) -> (B, T, D)."""
         return self.run(x)
 
-    def run(self, x: Tensor, rotary_positions: Tensor | None = None) -> Tensor:
-        """Run the block; the rotary positions are those of a model with images, if they are given."""
+    def run(self, x: Tensor, rotary_positions: Tensor | None = None, images: Tensor | None = None) -> Tensor:
+        """Run the block.
+
+        Args:
+            x: (B, T, D).
+            rotary_positions: (3, B, T), of a model with images; None: those of text.
+            images: (B, T), for each token the number of the image within which attention is not causal, or -1.
+        """
         from transformers import masking_utils
 
         positions, mask = _positions(x, self.context)[None], None
@@ -492,6 +519,11 @@ class HFBlock(nn.Module):
             kinds = {"sliding_attention": "sliding_window_", "chunked_attention": "chunked_"}
             make = getattr(masking_utils, f"create_{kinds.get(self.layer_type, '')}causal_mask")
             mask = make(self.config, x, attention_mask=None, past_key_values=None, position_ids=positions)
+        if images is not None:
+            from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
+
+            masks = create_masks_for_vision_model(self.config, x, None, None, positions, images)
+            mask = masks[self.layer_type]
         given: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
         if self.rotary is not None:
             kind = (self.layer_type,) if self.by_type else ()
@@ -509,14 +541,10 @@ class HFBlock(nn.Module):
 
 
 class PatchTextBlock(HFBlock):
-    """One block of the language model of ``PatchTextEmbedding``: its output -> the same; of the last block, (B, T, D).
+    """One block of the language model of ``PatchTextEmbedding``: its output -> the same; the last one: -> (B, T, D).
 
     The first blocks each add one of the deep-stack features to their output at the image tokens.
     """
-
-    def __init__(self, hf: HFModel, index: int, *, grid: Grid, attention: str = "ring") -> None:
-        super().__init__(hf, index, grid=grid, attention=attention)
-        self.is_last = index == hf.config.num_hidden_layers - 1
 
     def forward(self, value: Patches) -> Tensor | Patches:
         """Run the block, and add its deep-stack features."""
@@ -527,6 +555,16 @@ class PatchTextBlock(HFBlock):
             x = x.masked_scatter(is_image[..., None], x[is_image] + features.to(x.dtype))
             images = [is_image, *later] if later else []
         return x if self.is_last else (x, positions, *images)
+
+
+class GemmaTextBlock(HFBlock):
+    """One block of the language model of ``GemmaTextEmbedding``: its output -> the same; the last one: -> (B, T, D)."""
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Any:
+        """Run the block."""
+        x, images = value
+        x = self.run(x, images=images)
+        return x if self.is_last else (x, images)
 
 
 class Norm(nn.Module):
@@ -630,6 +668,15 @@ class CausalLMLoss:
         if self.grid is not None:
             followed = shard(followed, self.grid.context, fill=self.ignore_index)
         return torch.count_nonzero(followed != self.ignore_index)
+
+
+def _check_whole(model: HFVisionModel, grid: Grid) -> None:
+    """Raise ValueError if the context axis divides the sequences of a model with images."""
+    if grid.context.size > 1:
+        raise ValueError(
+            f"hf_layers does not divide the sequences of a {model} over context={grid.context.size}. Use a grid with "
+            "context=1."
+        )
 
 
 def _live(form: Any) -> Any:

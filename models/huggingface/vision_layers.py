@@ -1,4 +1,4 @@
-"""Layers of the vision tower of a transformers model such as LLaVA (Liu et al. 2023, arXiv:2304.08485).
+"""Layers of the vision tower of a LLaVA (Liu et al. 2023, arXiv:2304.08485) or a Gemma 3 (2025, arXiv:2503.19786).
 
     images (N, C, H, W) -> VisionEmbedding -> VisionBlock 0, ... -> Projector -> features (N, P, D) of the image tokens
 
@@ -22,7 +22,9 @@ from ...tensor_parallel.plans import Column, Local, Row, Style
 from .names import FolderName
 from .parallelize import shard_part
 
-TOWERS = ("clip_vision_model", "siglip_vision_model")  # model_type of the towers of a LLaVA
+TOWERS = ("clip_vision_model", "siglip_vision_model")  # model_type of the towers of these models
+# model_type of the whole model -> its class in transformers.
+IMAGE_FAMILIES = {"llava": "LlavaForConditionalGeneration", "gemma3": "Gemma3ForConditionalGeneration"}
 
 
 def bare(cls: Any, config: Any) -> Any:
@@ -46,7 +48,7 @@ class Tower:
         batch: names of the entries of a microbatch that the tower takes -> their description in an error message.
     """
 
-    architecture = "LlavaForConditionalGeneration"
+    architecture: str
     path, blocks = "vision_tower", "encoder.layers"
     batch: Mapping[str, str] = {
         "input_ids": "input_ids, labels",
@@ -124,10 +126,11 @@ class Tower:
 
 
 class VisionTower(Tower):
-    """Tower of a LLaVA, and its projector.
+    """Tower of a LLaVA or a Gemma 3, and its projector.
 
     Attributes:
         depth: number of blocks that run: the output of the last of them is projected.
+        has_norm: True if the tower's last norm runs in front of the projector (Gemma 3).
 
     Raises:
         ValueError: a tower or a setting that ``hf_layers`` does not run.
@@ -139,7 +142,10 @@ class VisionTower(Tower):
             raise ValueError(
                 f"hf_layers has the vision towers {', '.join(TOWERS)}, but the model has a {vision.model_type!r}."
             )
-        layer, blocks = config.vision_feature_layer, vision.num_hidden_layers
+        self.architecture, self.has_norm = IMAGE_FAMILIES[config.model_type], config.model_type == "gemma3"
+        if self.has_norm:
+            self.batch = {"token_type_ids": "token_type_ids", **self.batch}
+        layer, blocks = getattr(config, "vision_feature_layer", -1), vision.num_hidden_layers
         if not isinstance(layer, int) or not -blocks - 1 <= layer <= blocks:
             raise ValueError(
                 f"hf_layers takes the image features of one of {blocks} blocks, but vision_feature_layer is {layer}."
@@ -174,6 +180,8 @@ class VisionTower(Tower):
                 entries[f"{self.depth + 1}.projector.{rest}"] = name
             elif part == "vision_tower" and first in ("embeddings", "pre_layrnorm"):
                 entries[f"0.{rest}"] = name
+            elif first == "post_layernorm" and self.has_norm:
+                entries[f"{self.depth + 1}.norm.{rest.partition('.')[2]}"] = name
             elif part == "vision_tower":
                 number, _, inner = rest.removeprefix("encoder.layers.").partition(".")
                 runs = first == "encoder" and int(number) < self.depth
@@ -247,10 +255,11 @@ class Projector(nn.Module):
         self.projector: nn.Module = model.multi_modal_projector.to_empty(device=torch.get_default_device())
         self.projector.to(torch.get_default_dtype())
         tower.initialize(self.projector, whole, config)
+        self.norm: nn.Module | None = tower.make("post_layernorm") if tower.has_norm else None
         self.unused = nn.Module()
         self.unused.encoder = nn.Module()
         for name in dict(model.vision_tower.named_children()):
-            if name not in ("embeddings", "pre_layrnorm", "encoder"):
+            if name not in ("embeddings", "pre_layrnorm", "encoder") and not (name == "post_layernorm" and self.norm):
                 self.unused.add_module(name, tower.make(name))
         later = {str(index): tower.make("encoder.layers.0") for index in range(tower.depth, blocks)}
         self.unused.encoder.layers = nn.ModuleDict(later)
@@ -258,7 +267,8 @@ class Projector(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project the features that are taken: (N, S, D) -> (N, P, D)."""
-        if self.tower.config.vision_feature_select_strategy == "default":
+        x = x if self.norm is None else _run(self.norm, x)
+        if getattr(self.tower.config, "vision_feature_select_strategy", "") == "default":
             x = x[:, 1:]  # without that of the class
         return _run(self.projector, x)
 

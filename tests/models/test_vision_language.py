@@ -20,7 +20,18 @@ from triax.models.huggingface.vision_layers import VisionBlock, VisionEmbedding
 
 from support.exact_norms import exact
 from support.sweeps import some
-from support.vision_models import CASES, IMAGE, IMAGES, PATCH_CASES, make, microbatch, odd_patches, on_one_process, sums
+from support.vision_models import (
+    CASES,
+    GEMMA_CASES,
+    IMAGE,
+    IMAGES,
+    PATCH_CASES,
+    make,
+    microbatch,
+    odd_patches,
+    on_one_process,
+    sums,
+)
 
 Sizes = tuple[int, int, int, int]  # pipe, data, context, tensor
 LR = 0.5
@@ -121,6 +132,10 @@ def require_equal_to_transformers(
         ("qwen3_vl", True, (2, 1, 1, 1), 0, [0, 3, 11], "1f1b"),
         ("qwen3_vl", False, (1, 1, 1, 2), 0, None, "1f1b"),
         ("qwen2_vl", False, (2, 1, 1, 2), 1, [0, 5, 11], "1f1b"),
+        # And here patches, 3 blocks of the tower, projector, embedding, 3 blocks, norm, head.
+        ("gemma3", False, (2, 1, 1, 1), 0, [0, 7, 11], "1f1b"),
+        ("gemma3", False, (1, 2, 1, 1), 3, None, "1f1b"),
+        ("gemma3-beyond", True, (2, 1, 1, 2), 1, [0, 3, 11], "1f1b"),
     ],
 )
 def test_vision_models_train_as_transformers(
@@ -140,20 +155,21 @@ def test_vision_models_train_as_transformers(
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
-    "sizes", [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (1, 1, 1, 2), (2, 1, 2, 1)], ids=str
+    ("case", "sizes"),
+    [
+        (case, sizes)
+        for case in (*CASES, *PATCH_CASES, *GEMMA_CASES)
+        for sizes in ((1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (1, 1, 1, 2), (2, 1, 1, 2))
+    ]
+    + [(case, (2, 1, 2, 1)) for case in CASES],
 )
-@pytest.mark.parametrize("case", [*CASES, *PATCH_CASES])
 def test_vision_models_train_as_transformers_on_every_grid(
     ranks: Any, tmp_path: Path, case: str, sizes: Sizes, frozen: bool, stage: int
 ) -> None:
-    if sizes[2] == 2 and case in PATCH_CASES:
-        with pytest.raises(ValueError, match="does not divide the sequences"):
-            require_equal_to_transformers(ranks, tmp_path, case, frozen, sizes, stage)
-        return
     require_equal_to_transformers(ranks, tmp_path, case, frozen, sizes, stage)
 
 
-@pytest.mark.parametrize("case", [*CASES, *PATCH_CASES])
+@pytest.mark.parametrize("case", [*CASES, *PATCH_CASES, *GEMMA_CASES])
 def test_vision_models_have_transformers_logits_and_files(tmp_path: Path, case: str) -> None:
     model = make(case)
     model.save_pretrained(tmp_path / "theirs")
@@ -279,27 +295,36 @@ def with_adapters(case: str, sizes: Sizes, stage: int, cut: list[int] | None, ou
     """Losses of two steps, and the gradients of the second one; the adapters before it are written."""
     lora = triax.Lora(rank=2, alpha=3.0, targets=LANGUAGE)
     engine = engine_of(make(case), sizes, stage, cut, lora=lora)
-    losses = [step(engine)]
+    losses = [step(engine, case)]
     triax.save_lora(engine, out)
-    losses.append(step(engine))
+    losses.append(step(engine, case))
     return losses, engine.gather("gradients"), wrapping(engine.module).first
 
 
 @pytest.mark.parametrize(
-    "sizes", [(2, 1, 1, 1), pytest.param((1, 2, 1, 1), marks=pytest.mark.exhaustive), (1, 1, 1, 2)], ids=str
+    ("case", "sizes"),
+    some(
+        [
+            (case, sizes)
+            for case in ("clip-llama", "gemma3", *PATCH_CASES)
+            for sizes in ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2))
+        ],
+        (0, 2, 9, 12),
+    ),
 )
-def test_adapters_of_the_language_model_equal_pefts(ranks: Any, tmp_path: Path, sizes: Sizes) -> None:
+def test_adapters_of_the_language_model_equal_pefts(ranks: Any, tmp_path: Path, case: str, sizes: Sizes) -> None:
+    """The tower of models other than LLaVA is frozen with all else, too."""
     import peft
 
     cut = [0, 6, 10] if sizes[0] == 2 else None
     stage = 2 if sizes[1] == 2 else 0
-    found = ranks(2, with_adapters, "clip-llama", sizes, stage, cut, str(tmp_path), timeout=120)
-    start, _ = on_one_process(make("clip-llama"), sizes[1])
-    model: Any = peft.PeftModel.from_pretrained(make("clip-llama"), str(tmp_path), is_trainable=True).double()
+    found = ranks(2, with_adapters, case, sizes, stage, cut, str(tmp_path), timeout=120)
+    start, _ = on_one_process(make(case), sizes[1], case)
+    model: Any = peft.PeftModel.from_pretrained(make(case), str(tmp_path), is_trainable=True).double()
     adapted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(adapted) == 12 and all(".language_model.layers." in name for name in adapted)
     total, count = sums(
-        model.base_model.model, [microbatch(r, n) for r in range(sizes[1]) for n in range(len(IMAGES[r]))]
+        model.base_model.model, [microbatch(r, n, case) for r in range(sizes[1]) for n in range(len(IMAGES[r]))]
     )
     (total / count).backward()
     wanted = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -334,3 +359,41 @@ def test_vision_models_refuse_options_they_lack() -> None:
     }.items():
         with pytest.raises(ValueError, match=said):
             mine({"input_ids": ids, "pixel_values": given["pixel_values"], change[0]: change[1]}, input_ids=ids)
+
+
+def test_models_of_patches_refuse_what_they_lack() -> None:
+    model = make("qwen3_vl")
+    for indexes in ([0, 0], [3], [0, 1, -1]):
+        model.config.vision_config.deepstack_visual_indexes = indexes
+        with pytest.raises(ValueError, match="must name different blocks of the tower's 3"):
+            hf_layers(model.config)
+    model = make("qwen2_5_vl")
+    mine = PipelineModule(hf_layers(model), loss_fn=CausalLMLoss(), dtype=torch.float64)
+    given = microbatch(0, 3, "qwen2_5_vl")
+    given.pop("labels")
+    ids, grid, pixels = given["input_ids"], given["image_grid_thw"], given["pixel_values"]
+    joined = ids.clone()
+    joined[1, 1:] = IMAGE
+    for change, said in (
+        ({"pixel_values_videos": pixels}, "has pixel_values_videos, which this model does not take"),
+        ({"position_ids": ids}, "positions of your own are not taken"),
+        ({"attention_mask": torch.arange(ids.shape[1]) > torch.tensor([[2], [-1]])}, "padded on the left"),
+        ({"pixel_values": pixels[1:]}, "patches, but image_grid_thw is"),
+        ({"image_grid_thw": grid[:2], "pixel_values": pixels[: int(grid[:2].prod(1).sum())]}, "have runs of"),
+        ({"input_ids": joined}, "have runs of .* put another token between two images"),
+    ):
+        changed = given | change
+        with pytest.raises(ValueError, match=said):
+            mine(changed, input_ids=changed["input_ids"])
+
+
+@pytest.mark.parametrize("case", ["gemma3", "qwen3_vl"])
+def test_models_of_images_refuse_a_context_axis(ranks: Any, case: str) -> None:
+    for said in ranks(2, refused_context, case):
+        assert "does not divide the sequences of a" in said and "context=1" in said
+
+
+def refused_context(case: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        PipelineModule(hf_layers(make(case)), grid=Grid(context=2), loss_fn=CausalLMLoss(), dtype=torch.float64)
+    return str(caught.value)

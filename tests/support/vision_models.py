@@ -30,6 +30,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"vision_feature_select_strategy": "full", "vision_feature_layer": -1},
     ),
 }
+_GEMMA = _TEXT | {"head_dim": 6, "sliding_window": 6, "query_pre_attn_scalar": 5.0}
+_GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+# A Gemma 3, whose image token may lie beyond the vocabulary of its language model.
+GEMMA_CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("SiglipVisionConfig", "Gemma3TextConfig", _GEMMA, {"tie_word_embeddings": True}),
+    "gemma3-beyond": ("SiglipVisionConfig", "Gemma3TextConfig", _GEMMA | {"vocab_size": 47}, {}),
+}
 # Images of the two rows of each microbatch, for each replica.
 IMAGES: tuple[tuple[tuple[int, int], ...], ...] = (
     ((0, 1), (3, 0), (0, 0), (1, 2)),
@@ -133,15 +140,17 @@ def make(case: str, frozen: bool = False) -> Any:
         return model
     import transformers
 
-    tower, text, sizes, options = CASES[case]
-    config = transformers.LlavaConfig(
-        vision_config=getattr(transformers, tower)(**_VISION),
+    tower, text, sizes, options = (CASES | GEMMA_CASES)[case]
+    length, prefix, vision = ("mm_tokens_per_image", "Gemma3", _VISION | {"image_size": 16})
+    if case in CASES:
+        length, prefix, vision = "image_seq_length", "Llava", _VISION
+    options = {length: 4, "image_token_index": IMAGE, **options}
+    config = getattr(transformers, f"{prefix}Config")(
+        vision_config=getattr(transformers, tower)(**vision),
         text_config=getattr(transformers, text)(**sizes),
-        image_token_index=IMAGE,
-        image_seq_length=4,
         **options,
     )
-    model = _random(transformers.LlavaForConditionalGeneration, config, 3)
+    model = _random(getattr(transformers, f"{prefix}ForConditionalGeneration"), config, 3)
     if frozen:
         model.model.vision_tower.requires_grad_(False)
     return model
@@ -186,8 +195,11 @@ def microbatch(replica: int, number: int, case: str = "") -> dict[str, Tensor]:
         ids[row, 1 : 1 + 4 * count] = IMAGE
     labels = ids.masked_fill(ids == IMAGE, -100)
     labels[:, : 1 + number] = -100
-    pixels = torch.randn(sum(counts), 3, 8, 8, generator=generator, dtype=torch.float64)
-    return {"input_ids": ids, "labels": labels, **({"pixel_values": pixels} if len(pixels) else {})}
+    side = 16 if case in GEMMA_CASES else 8
+    pixels = torch.randn(sum(counts), 3, side, side, generator=generator, dtype=torch.float64)
+    given = {"pixel_values": pixels} if len(pixels) else {}
+    given |= {"token_type_ids": (ids == IMAGE).int()} if case in GEMMA_CASES else {}
+    return {"input_ids": ids, "labels": labels, **given}
 
 
 def sums(model: Any, batches: Sequence[dict[str, Tensor]]) -> tuple[Tensor, int]:
