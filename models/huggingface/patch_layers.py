@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ...grid import Grid
 from ...pipe.spec import LayerSpec
 from .family import Family, block_names, end_names
+from .names import FolderName
 from .sharding_plans import llama_plan
 from .vision_layers import Tower, VisionBlock, VisionEmbedding, bare
 
@@ -39,10 +40,12 @@ class PatchFamily:
     Attributes:
         prefix: prefix of the names of the family's classes in transformers, such as ``Qwen3VL``.
         embeds: names of the modules of the tower in front of its blocks.
+        older_names: True if folders have the names of transformers 4, ``visual...`` and ``model.layers...``.
     """
 
     prefix: str
     embeds: tuple[str, ...] = ("patch_embed",)
+    older_names: bool = True
 
     @property
     def text(self) -> Family:
@@ -54,7 +57,7 @@ class PatchFamily:
 PATCH_FAMILIES = {
     "qwen2_vl": PatchFamily("Qwen2VL"),
     "qwen2_5_vl": PatchFamily("Qwen2_5_VL"),
-    "qwen3_vl": PatchFamily("Qwen3VL", ("patch_embed", "pos_embed")),
+    "qwen3_vl": PatchFamily("Qwen3VL", ("patch_embed", "pos_embed"), older_names=False),
 }
 
 
@@ -98,13 +101,13 @@ class PatchTower(Tower):
         blocks = [LayerSpec(PatchBlock, self, index) for index in range(self.depth)]
         return [LayerSpec(PatchEmbedding, self), *blocks, LayerSpec(PatchMerger, self)]
 
-    def forms(self, name: str) -> list[str]:
-        """Return the forms of a name of the tower: now, and in folders that were written before transformers 5."""
-        return [f"model.{name}", name]
+    def forms(self, name: str) -> str | FolderName:
+        """Return the name of a tensor of the tower, in a folder and in a live model."""
+        return FolderName(name, f"model.{name}") if self.kind.older_names else f"model.{name}"
 
-    def forms_of_text(self, name: str) -> list[str]:
-        """Return the forms of a name of the language model, now and before."""
-        return [name, name.replace(".language_model.", ".", 1)]
+    def forms_of_text(self, name: str) -> str | FolderName:
+        """Return the name of a tensor of the language model, in a folder and in a live model."""
+        return FolderName(name.replace(".language_model.", ".", 1), name) if self.kind.older_names else name
 
     def names(self) -> dict[str, str]:
         """Return the parameter names of the tower's layers, ``0.patch_embed...``, -> names in transformers' model."""

@@ -30,7 +30,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"vision_feature_select_strategy": "full", "vision_feature_layer": -1},
     ),
 }
-_GEMMA = _TEXT | {"head_dim": 6, "sliding_window": 6, "query_pre_attn_scalar": 5.0}
+_GEMMA = _TEXT | {"head_dim": 6, "sliding_window": 6, "query_pre_attn_scalar": 5}
 _GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 # A Gemma 3, whose image token may lie beyond the vocabulary of its language model.
 GEMMA_CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -123,12 +123,10 @@ def _random(cls: Any, config: Any, seed: int) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        for module in model.modules():
+            if hasattr(module, "scalar_embed_scale"):  # without the rounding of its buffer to fp32
+                module.embed_scale.fill_(module.scalar_embed_scale)
     return model
-
-
-def tower_of(case: str) -> str:
-    """Return the name of the vision tower in transformers' model."""
-    return "visual" if case in PATCH_CASES else "vision_tower"
 
 
 def make(case: str, frozen: bool = False) -> Any:
