@@ -95,6 +95,7 @@ class PatchTower(Tower):
                 f"and at most as many as the {blocks} blocks of the language model."
             )
         super().__init__(config)
+        self.rope_index = bare(type(self.whole(1).model), config).get_rope_index
 
     def layers(self) -> list[LayerSpec]:
         """Return the layers in front of the token embedding."""
@@ -165,8 +166,7 @@ class PatchTower(Tower):
                 f"image_grid_thw have {wanted} tokens. Give the images of these rows in the order of their tokens, and "
                 "put another token between two images."
             )
-        host = bare(type(self.whole(1).model), self.config)
-        positions: Tensor = host.get_rope_index(ids.cpu(), image.int().cpu(), image_grid_thw=grid.cpu())[0]
+        positions: Tensor = self.rope_index(ids.cpu(), image.int().cpu(), image_grid_thw=grid.cpu())[0]
         return positions.to(ids.device)
 
 

@@ -84,7 +84,8 @@ def odd_patches(kind: str, seed: int) -> tuple[Any, list[dict[str, Tensor]]]:
     draw = random.Random(f"{kind} {seed}")
     prefix, vision, text, options = PATCH_CASES[kind]
     heads, width, depth, merge = draw.choice((2, 3, 4)), draw.choice((4, 8, 12)), draw.randint(1, 4), draw.randint(1, 3)
-    groups, kv_heads, blocks, sections = draw.randint(1, 3), draw.choice((1, 2)), draw.randint(1, 4), [0, 1, 1]
+    kv_heads, blocks, sections = draw.choice((1, 2)), draw.randint(1, 4), [0, 1, 1]
+    groups = draw.randint(3 - kv_heads, 3)
     sections[draw.randrange(3)] += draw.randint(1, 2)
     hidden = 2 * sum(sections) * groups * kv_heads
     vision = vision | {"depth": depth, "num_heads": heads, "hidden_size": heads * width, "spatial_merge_size": merge}
@@ -115,6 +116,54 @@ def odd_patches(kind: str, seed: int) -> tuple[Any, list[dict[str, Tensor]]]:
     rows = [[[draw.choice(sizes) for _ in range(draw.randint(0, 2))] for _ in range(2)] for _ in range(2)]
     longest = max(sum(height * width + 3 for height, width in images) for batch in rows for images in batch)
     return model, [patch_microbatch(vision, batch, longest + 3, seed + number) for number, batch in enumerate(rows)]
+
+
+def odd_gemma(seed: int) -> tuple[Any, list[dict[str, Tensor]]]:
+    """Return a random Gemma 3 of odd sizes, and two microbatches of it."""
+    import transformers
+
+    draw = random.Random(f"gemma3 {seed}")
+    heads, kv_heads, blocks, patch = draw.choice((2, 3)), draw.choice((1, 2)), draw.randint(1, 4), draw.randint(1, 3)
+    side, pool, text_heads = draw.randint(1, 3), draw.randint(1, 3), kv_heads * draw.randint(3 - kv_heads, 3)
+    vision = {"hidden_size": heads * draw.choice((3, 4)), "intermediate_size": draw.choice((5, 9)), "patch_size": patch}
+    vision |= {
+        "num_hidden_layers": draw.randint(1, 4),
+        "num_attention_heads": heads,
+        "num_channels": draw.choice((1, 3)),
+    }
+    vision |= {"image_size": patch * side * pool, "vision_use_head": draw.random() < 0.5}
+    text = _GEMMA | {"hidden_size": 4 * text_heads, "num_attention_heads": text_heads, "num_key_value_heads": kv_heads}
+    text |= {"num_hidden_layers": blocks, "head_dim": draw.choice((4, 6)), "sliding_window": draw.randint(2, 9)}
+    text |= {"layer_types": [draw.choice(("sliding_attention", "full_attention")) for _ in range(blocks)]}
+    text |= {"intermediate_size": draw.choice((6, 14)), "vocab_size": draw.choice((47, 48))}
+    config = transformers.Gemma3Config(
+        vision_config=transformers.SiglipVisionConfig(**vision),
+        text_config=transformers.Gemma3TextConfig(**text),
+        mm_tokens_per_image=side**2,
+        image_token_index=IMAGE,
+        tie_word_embeddings=draw.random() < 0.5,
+    )
+    batches, generator = [], torch.Generator().manual_seed(seed)
+    for _ in range(2):
+        counts = [draw.randint(0, 2) for _ in range(2)]
+        ids = torch.randint(IMAGE, (2, max(counts) * (side**2 + 1) + 5), generator=generator)
+        for row, count in zip(ids, counts, strict=True):
+            for start in range(1, 1 + count * (side**2 + 1), side**2 + 1):
+                row[start : start + side**2] = IMAGE
+        given = {
+            "input_ids": ids,
+            "labels": ids.masked_fill(ids == IMAGE, -100),
+            "token_type_ids": (ids == IMAGE).int(),
+        }
+        shape = sum(counts), vision["num_channels"], vision["image_size"], vision["image_size"]
+        pixels = torch.randn(shape, generator=generator, dtype=torch.float64)
+        batches.append(given | ({"pixel_values": pixels} if len(pixels) else {}))
+    return _random(transformers.Gemma3ForConditionalGeneration, config, seed), batches
+
+
+def odd(kind: str, seed: int) -> tuple[Any, list[dict[str, Tensor]]]:
+    """Return a random model of odd sizes, and two microbatches of it."""
+    return odd_gemma(seed) if kind == "gemma3" else odd_patches(kind, seed)
 
 
 def _random(cls: Any, config: Any, seed: int) -> Any:
