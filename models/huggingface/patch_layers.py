@@ -176,7 +176,7 @@ class PatchEmbedding(VisionEmbedding):
     Rows of a microbatch may be padded on the right, as for ``VisionEmbedding``.
     """
 
-    tower: PatchTower
+    tower: PatchTower  # type: ignore[assignment]
 
     def __init__(self, tower: PatchTower) -> None:
         nn.Module.__init__(self)

@@ -209,6 +209,7 @@ class HFVisionModel:
         self.config = config
         self.tower: PatchTower | VisionTower
         self.embedding: Callable[..., Embedding]
+        self.block: type[HFBlock]
         if config.model_type in PATCH_FAMILIES:
             self.tower, self.embedding, self.block = PatchTower(config), PatchTextEmbedding, PatchTextBlock
             self.text: HFModel = _TextPart(self.tower)

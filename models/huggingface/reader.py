@@ -158,8 +158,9 @@ class _Model:
         self.where, self.file = f"the {type(model).__name__}", f"the configuration of the {type(model).__name__}"
         given = model.config.to_dict() | {"architectures": [type(model).__name__]}  # as save_pretrained writes it
         kind = given.get("model_type")
-        whole = whole and kind in WRAPPERS
-        self.config, kind = (given, None) if whole else (text_part(given), kind)
+        if whole and kind in WRAPPERS:
+            kind = None
+        self.config = given if kind is None else text_part(given)
         self.settings = settings_of_model(model)
         named = ((text_name(kind, name), tensor) for name, tensor in model.state_dict().items())
         self._weights = {name: tensor.detach() for name, tensor in named if name is not None}

@@ -125,7 +125,11 @@ def odd_gemma(seed: int) -> tuple[Any, list[dict[str, Tensor]]]:
     draw = random.Random(f"gemma3 {seed}")
     heads, kv_heads, blocks, patch = draw.choice((2, 3)), draw.choice((1, 2)), draw.randint(1, 4), draw.randint(1, 3)
     side, pool, text_heads = draw.randint(1, 3), draw.randint(1, 3), kv_heads * draw.randint(3 - kv_heads, 3)
-    vision = {"hidden_size": heads * draw.choice((3, 4)), "intermediate_size": draw.choice((5, 9)), "patch_size": patch}
+    vision: dict[str, Any] = {
+        "hidden_size": heads * draw.choice((3, 4)),
+        "intermediate_size": draw.choice((5, 9)),
+        "patch_size": patch,
+    }
     vision |= {
         "num_hidden_layers": draw.randint(1, 4),
         "num_attention_heads": heads,
