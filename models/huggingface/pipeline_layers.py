@@ -65,7 +65,10 @@ class HFModel:
     def __init__(self, config: Any, family: Family | None = None) -> None:
         kind = getattr(config, "model_type", None)
         if family is None and (kind not in FAMILIES or not (FAMILIES[kind].names and FAMILIES[kind].blocks)):
-            known = ", ".join(name for name, family in FAMILIES.items() if family.names and family.blocks)
+            known = ", ".join(
+                [name for name, family in FAMILIES.items() if family.names and family.blocks]
+                + [*IMAGE_FAMILIES, *PATCH_FAMILIES]
+            )
             raise ValueError(
                 f"hf_layers has the families {known}, but the model is of the family {kind!r}. List its layers "
                 "yourself, each as LayerSpec(cls, ...), or add the family (docs/models.md, 'Add a family'). With "
@@ -434,7 +437,8 @@ class PatchTextEmbedding(Embedding):
         features, sizes, *deep = patches
         positions = self.tower.positions_of_text(input_ids, sizes)
         is_image = input_ids == self.tower.config.image_token_id
-        x = self._vectors(input_ids).masked_scatter(is_image[..., None], features)
+        x = self._vectors(input_ids)
+        x = x.masked_scatter(is_image[..., None], features.to(x.dtype))
         return (x, positions, is_image, *deep) if deep else (x, positions)
 
 
