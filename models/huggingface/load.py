@@ -109,9 +109,9 @@ def load_hf(
         config = from_hf(source.config, source.file)
         specs = config.layers(sequence_parallel=sequence_parallel)
         specs = reward_layers(specs) if is_reward(source.config) else specs
-        return _self_loading(specs, source, names)
+        return self_loading(specs, source, names)
     if isinstance(into, Sequence):
-        return _self_loading(into, open_source(path_or_model), names)
+        return self_loading(into, open_source(path_or_model), names)
     module, grid = module_and_grid(into, grid, "load_hf(path, module, grid=grid)")
     assign = getattr(into, "assign", None)
     with agreed(grid, None):
@@ -181,7 +181,7 @@ class _Loaded:
         return layer
 
 
-def _self_loading(specs: Sequence[Any], source: Source, names: Names | None) -> list[LayerSpec]:
+def self_loading(specs: Sequence[Any], source: Source, names: Names | None) -> list[LayerSpec]:
     """Return copies of layers' specs whose layers read their own weights from ``source`` when they are built."""
     entries = expanded(names, _config_for(source, specs))
     check_all_used(source, entries.values())

@@ -10,8 +10,9 @@ positions. The tensor axis shards them by the plan of ``parallelize``; embedding
 ``load_hf`` builds triax's own layers instead. ``hf_layers`` is for models with features that triax's layers lack. This
 module is imported on first use, and transformers when a layer is built.
 
-Of a LLaVA the list begins with the layers of its vision tower (``vision_layers.py``), which see the images of a
-microbatch. Its token embedding, which stands behind them, takes the field ``input_ids`` of the microbatch.
+Of a model with images the list begins with the layers of its vision tower (``vision_layers.py``, ``patch_layers.py``),
+which see the images of a microbatch. Its token embedding, which stands behind them, takes the field ``input_ids`` of
+the microbatch.
 
 On a grid with a context axis the embedding takes this rank's tokens of the whole ids (``context/order.py``), and the
 blocks call ``context.attention`` in place of the implementation that the configuration names.
@@ -41,11 +42,13 @@ from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ..layers import scaled, softcapped
 from .config import read_config, without_modules
 from .families import FAMILIES
-from .load import load_hf
-from .names import FolderName, Names, OneRow, expand
+from .family import Family
+from .load import self_loading
+from .names import Names, OneRow, expand
 from .parallelize import shard_part
+from .patch_layers import PATCH_FAMILIES, Patches, PatchTower
 from .reader import open_source
-from .vision_layers import Projector, VisionBlock, VisionEmbedding, VisionTower
+from .vision_layers import IMAGE_FAMILIES, VisionTower
 
 
 class HFModel:
@@ -53,15 +56,19 @@ class HFModel:
 
     Args:
         config: transformers' configuration of the model.
+        family: its family; None: that of its ``model_type``.
 
     Raises:
         ValueError: a family or a setting that ``hf_layers`` does not run.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, family: Family | None = None) -> None:
         kind = getattr(config, "model_type", None)
-        if kind not in FAMILIES or not (FAMILIES[kind].names and FAMILIES[kind].blocks):
-            known = ", ".join(name for name, family in FAMILIES.items() if family.names and family.blocks)
+        if family is None and (kind not in FAMILIES or not (FAMILIES[kind].names and FAMILIES[kind].blocks)):
+            known = ", ".join(
+                [name for name, family in FAMILIES.items() if family.names and family.blocks]
+                + [*IMAGE_FAMILIES, *PATCH_FAMILIES]
+            )
             raise ValueError(
                 f"hf_layers has the families {known}, but the model is of the family {kind!r}. List its layers "
                 "yourself, each as LayerSpec(cls, ...), or add the family (docs/models.md, 'Add a family'). With "
@@ -89,7 +96,7 @@ class HFModel:
                 f"hf_layers does not implement word_embed_proj_dim={config.word_embed_proj_dim} different from "
                 f"hidden_size={config.hidden_size}. Take a model without it."
             )
-        self.config, self.family = config, FAMILIES[kind]
+        self.config, self.family = config, family or FAMILIES[str(kind)]
         if config._attn_implementation is None:
             config._attn_implementation = self.whole().config._attn_implementation  # as a model would choose
         table = self._table()
@@ -189,7 +196,7 @@ class HFModel:
 
 
 class HFVisionModel:
-    """Configuration of a LLaVA: a vision tower, its projector, and a language model. All layers of one list share it.
+    """Configuration of a model with a vision tower and a language model. All layers of one list share it.
 
     Args:
         config: transformers' configuration of the model.
@@ -197,32 +204,38 @@ class HFVisionModel:
     Attributes:
         text: the configuration of the language model's layers.
         tower: the configuration of the tower's layers.
+        embedding, block: the classes of the token embedding and of the language model's blocks.
         first: number of layers in front of the token embedding.
     """
 
     def __init__(self, config: Any) -> None:
-        self.config, self.text, self.tower = config, HFModel(config.text_config), VisionTower(config)
+        self.config = config
+        self.tower: PatchTower | VisionTower
+        self.embedding: Callable[..., Embedding]
+        self.block: type[HFBlock]
+        if config.model_type in PATCH_FAMILIES:
+            self.tower, self.embedding, self.block = PatchTower(config), PatchTextEmbedding, PatchTextBlock
+            self.text: HFModel = _TextPart(self.tower)
+        else:
+            self.tower, self.embedding, self.block = VisionTower(config), ImageTextEmbedding, HFBlock
+            self.text = HFModel(config.text_config)
+            if config.model_type == "gemma3":
+                self.embedding, self.block = GemmaTextEmbedding, GemmaTextBlock
         self.family, self.first = self.text.family, self.tower.depth + 2
 
     @property
     def architecture(self) -> str:
         """Name of the model class, as ``config.json`` lists it under ``architectures``."""
-        return "LlavaForConditionalGeneration"
+        return self.tower.architecture
 
     def names(self) -> Names:
-        """Return the table from the parameter names of these layers to transformers' names.
-
-        Folders have other names than live models, and had others before transformers 5.
-        """
-        entries: dict[str, Any] = {}
-        for ours, theirs in self.tower.names().items():
-            older = theirs.replace("vision_tower.", "vision_tower.vision_model.", 1)
-            entries[f"layers.{ours}"] = [FolderName(theirs, f"model.{theirs}"), older]
+        """Return the table from the parameter names of these layers to transformers' names."""
+        entries: dict[str, Any] = {
+            f"layers.{ours}": self.tower.forms(theirs) for ours, theirs in self.tower.names().items()
+        }
         for ours, entry in expand(self.text.names(), self.text.config.num_hidden_layers).items():
             _, index, rest = ours.split(".", 2)
-            (theirs,) = entry.theirs
-            live = theirs if theirs.startswith("lm_head.") else theirs.replace("model.", "model.language_model.", 1)
-            entries[f"layers.{int(index) + self.first}.{rest}"] = FolderName(f"language_model.{theirs}", live)
+            entries[f"layers.{int(index) + self.first}.{rest}"] = self.tower.forms_of_text(*entry.theirs)
         return entries
 
     def __eq__(self, other: object) -> bool:
@@ -234,6 +247,21 @@ class HFVisionModel:
         return type(self.config).__name__
 
 
+class _TextPart(HFModel):
+    """Language model of a model with images, in which its modules are looked up."""
+
+    def __init__(self, tower: PatchTower) -> None:
+        self.tower = tower
+        super().__init__(tower.config.text_config, tower.kind.text)
+
+    @property
+    def architecture(self) -> str:
+        return self.tower.architecture
+
+    def whole(self) -> Any:
+        return self.tower.whole(1)
+
+
 def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     """Return a transformers model as layers for a ``PipelineModule``: ids (B, T) -> logits (B, T, V).
 
@@ -242,9 +270,10 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     padding. Dropout is transformers' own, drawn from each process's generator. Set it to 0 if different grids must give
     equal results.
 
-    A ``LlavaForConditionalGeneration`` has the layers of its vision tower in front, ``[patches, block 0, ...,
-    projector]``, whose input is the microbatch: a dict of ``input_ids`` and ``pixel_values`` (N, C, H, W), the images
-    of all its rows in the order of their tokens. N may differ between microbatches, and may be 0.
+    A LLaVA, Gemma 3, Qwen2-VL, Qwen2.5-VL or Qwen3-VL (``...ForConditionalGeneration``) has the layers of its vision
+    tower in front, ``[patches, block 0, ..., projector]``, whose input is the microbatch: a dict of ``input_ids`` and
+    the images of all its rows in the order of their tokens, ``pixel_values`` (N, C, H, W), or of a Qwen
+    ``pixel_values`` (S, C) and ``image_grid_thw`` (N, 3). N may differ between microbatches, and may be 0.
 
     >>> sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
     >>> model = triax.PipelineModule(triax.hf_layers(transformers.LlamaConfig(**sizes)), loss_fn=triax.CausalLMLoss())
@@ -277,28 +306,26 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     model: HFModel | HFVisionModel
     front: list[LayerSpec] = []
     takes: tuple[str, ...] = ()
-    if getattr(config, "model_type", None) == "llava":
+    block: type[HFBlock] = HFBlock
+    if getattr(config, "model_type", None) in (*IMAGE_FAMILIES, *PATCH_FAMILIES):
         model = HFVisionModel(config)
-        tower, text = model.tower, model.text
-        blocks = [LayerSpec(VisionBlock, tower, index) for index in range(tower.depth)]
-        front = [LayerSpec(VisionEmbedding, tower), *blocks, LayerSpec(Projector, tower)]
-        embedding: Callable[..., Embedding] = partial(ImageTextEmbedding, model)
-        takes = ("input_ids",)
+        text, block, front, takes = model.text, model.block, model.tower.layers(), ("input_ids",)
+        embedding: Callable[..., Embedding] = partial(model.embedding, model)
     else:
         model = text = HFModel(config)
         embedding = partial(Embedding, text)
     first, head = LayerSpec(embedding, takes=takes), LayerSpec(Head, text)
     tied = config.tie_word_embeddings
     if tied and source is not None:
-        tied = open_source(source, text.embedding).config.get("tie_word_embeddings", True)
+        tied = open_source(source, text.embedding, whole=True).config.get("tie_word_embeddings", True)
     if tied:
         first = TiedLayerSpec("embed", embedding, takes=takes)
         head = TiedLayerSpec("embed", embedding, forward_fn=Embedding.attend)
     positions = [LayerSpec(Norm, text, text.embedding_norm)] if text.embedding_norm else []
     positions += [LayerSpec(Positions, text)] if text.positions else []
-    blocks = [LayerSpec(HFBlock, text, index, attention=attention) for index in range(text.config.num_hidden_layers)]
+    blocks = [LayerSpec(block, text, index, attention=attention) for index in range(text.config.num_hidden_layers)]
     layers = [*front, first, *positions, *blocks, LayerSpec(Norm, text, text.norm), head]
-    return layers if source is None else load_hf(source, layers, names=model.names())
+    return layers if source is None else self_loading(layers, open_source(source, whole=True), model.names())
 
 
 class Embedding(nn.Embedding):
@@ -356,7 +383,9 @@ class ImageTextEmbedding(Embedding):
             ValueError: the rows have another number of image tokens than the images have features; or as ``Embedding``.
         """
         self._check_length(input_ids)
-        x, is_image = self._vectors(input_ids), input_ids == self.image_token
+        is_image = input_ids == self.image_token
+        beyond = self.image_token >= self.num_embeddings
+        x = self._vectors(input_ids.masked_fill(is_image, 0) if beyond else input_ids)
         count, per_image = int(is_image.sum()), features.shape[1]
         if count != len(features) * per_image:
             raise ValueError(
@@ -365,6 +394,52 @@ class ImageTextEmbedding(Embedding):
             )
         x = x.masked_scatter(is_image[..., None], features.to(x.dtype))  # also without images: see vision_layers.py
         return self._dropped(shard(x, self.context))
+
+
+class GemmaTextEmbedding(ImageTextEmbedding):
+    """Token embedding of a Gemma 3 with images: (N, P, D) -> x (B, T, D), and the number of each token's image, or -1.
+
+    Its blocks let the tokens of an image attend to each other, also to later ones.
+    """
+
+    def __init__(self, model: HFVisionModel, *, grid: Grid) -> None:
+        super().__init__(model, grid=grid)
+        _check_whole(model, grid)
+
+    def forward(self, features: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Look up the tokens (B, T), and put the features there, image by image."""
+        from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
+
+        x = super().forward(features, input_ids)
+        return x, get_block_sequence_ids_for_mask((input_ids == self.image_token).int())
+
+
+class PatchTextEmbedding(Embedding):
+    """Token embedding with the features of images of any size at the places of their tokens.
+
+    Patches -> x (B, T, D) and the positions (3, B, T) of the tokens, in time, height and width; if there are deep-stack
+    features, also (B, T), True at image tokens, and these features.
+    """
+
+    tower: PatchTower
+
+    def __init__(self, model: HFVisionModel, *, grid: Grid) -> None:
+        super().__init__(model.text, grid=grid)
+        self.tower = model.tower  # type: ignore[assignment]
+        _check_whole(model, grid)
+
+    def forward(self, patches: Patches, input_ids: Tensor) -> Patches:  # type: ignore[override]
+        """Look up the tokens (B, T), and put the features there, image by image.
+
+        Raises:
+            ValueError: the image tokens are not those of the images.
+        """
+        features, sizes, *deep = patches
+        positions = self.tower.positions_of_text(input_ids, sizes)
+        is_image = input_ids == self.tower.config.image_token_id
+        x = self._vectors(input_ids)
+        x = x.masked_scatter(is_image[..., None], features.to(x.dtype))
+        return (x, positions, is_image, *deep) if deep else (x, positions)
 
 
 class Positions(nn.Embedding):
@@ -391,6 +466,7 @@ class HFBlock(nn.Module):
     def __init__(self, hf: HFModel, index: int, *, grid: Grid, attention: str = "ring") -> None:
         super().__init__()
         self.config, self.context = hf.config, grid.context
+        self.is_last = index == hf.config.num_hidden_layers - 1
         model = hf.whole()
         self.block: nn.Module = type(model.get_submodule(f"{hf.blocks}.0"))(hf.config, layer_idx=index)
         types, window = getattr(hf.config, "layer_types", None), getattr(hf.config, "sliding_window", None)
@@ -429,8 +505,18 @@ class HFBlock(nn.Module):
                 )
             shard_part(self.block, f"{hf.blocks}.{index}", grid, hf.family.plan(hf.config))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Any:
         """Run the block with its model's mask and positions: (B, T, D) -> (B, T, D)."""
+        return self.run(x)
+
+    def run(self, x: Tensor, rotary_positions: Tensor | None = None, images: Tensor | None = None) -> Tensor:
+        """Run the block.
+
+        Args:
+            x: (B, T, D).
+            rotary_positions: (3, B, T), of a model with images; None: those of text.
+            images: (B, T), for each token the number of the image within which attention is not causal, or -1.
+        """
         from transformers import masking_utils
 
         positions, mask = _positions(x, self.context)[None], None
@@ -438,10 +524,17 @@ class HFBlock(nn.Module):
             kinds = {"sliding_attention": "sliding_window_", "chunked_attention": "chunked_"}
             make = getattr(masking_utils, f"create_{kinds.get(self.layer_type, '')}causal_mask")
             mask = make(self.config, x, attention_mask=None, past_key_values=None, position_ids=positions)
+        if images is not None:
+            from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
+
+            masks = create_masks_for_vision_model(self.config, x, None, None, positions, images)
+            mask = masks[self.layer_type]
         given: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
         if self.rotary is not None:
             kind = (self.layer_type,) if self.by_type else ()
-            given["position_embeddings"] = self.rotary(x, positions, *kind)
+            given["position_embeddings"] = self.rotary(
+                x, positions if rotary_positions is None else rotary_positions, *kind
+            )
         if hasattr(self.config, "alibi"):  # Falcon's blocks want it, also where there is none
             given["alibi"] = None
         if self.alibi is not None:  # of Bloom
@@ -450,6 +543,33 @@ class HFBlock(nn.Module):
         y = self.block(x, **given)
         hidden: Tensor = y[0] if isinstance(y, tuple) else y
         return hidden
+
+
+class PatchTextBlock(HFBlock):
+    """One block of the language model of ``PatchTextEmbedding``: its output -> the same; the last one: -> (B, T, D).
+
+    The first blocks each add one of the deep-stack features to their output at the image tokens.
+    """
+
+    def forward(self, value: Patches) -> Tensor | Patches:
+        """Run the block, and add its deep-stack features."""
+        x, positions, *images = value
+        x = self.run(x, positions)
+        if images:
+            is_image, features, *later = images
+            x = x.masked_scatter(is_image[..., None], x[is_image] + features.to(x.dtype))
+            images = [is_image, *later] if later else []
+        return x if self.is_last else (x, positions, *images)
+
+
+class GemmaTextBlock(HFBlock):
+    """One block of the language model of ``GemmaTextEmbedding``: its output -> the same; the last one: -> (B, T, D)."""
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Any:
+        """Run the block."""
+        x, images = value
+        x = self.run(x, images=images)
+        return x if self.is_last else (x, images)
 
 
 class Norm(nn.Module):
@@ -553,6 +673,15 @@ class CausalLMLoss:
         if self.grid is not None:
             followed = shard(followed, self.grid.context, fill=self.ignore_index)
         return torch.count_nonzero(followed != self.ignore_index)
+
+
+def _check_whole(model: HFVisionModel, grid: Grid) -> None:
+    """Raise ValueError if the context axis divides the sequences of a model with images."""
+    if grid.context.size > 1:
+        raise ValueError(
+            f"hf_layers does not divide the sequences of a {model} over context={grid.context.size}. Use a grid with "
+            "context=1."
+        )
 
 
 def _live(form: Any) -> Any:

@@ -16,7 +16,7 @@ from ...base.hub import local_folder
 from ...grid import Grid
 from ...grid.layout import Layout
 from .config import layer_count, names_of, read_config, text_name, text_part
-from .families import FAMILIES
+from .families import FAMILIES, WRAPPERS
 from .folder_settings import Settings, settings_of_folder, settings_of_model
 from .mxfp4 import BLOCK, dequantized
 from .names import Entry, swapped
@@ -94,11 +94,14 @@ def open_weights(file: Path) -> Any:
 class _Folder:
     """Source that reads ``model.safetensors``, or the files that ``model.safetensors.index.json`` lists."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, whole: bool = False) -> None:
         self.where, self.file = str(folder), str(folder / "config.json")
         self.frozen, self.tied = frozenset[str](), dict[str, int]()
         self.config = read_config(folder)
         self.settings = settings_of_folder(folder, self.config)
+        kind = read_object(folder / "config.json").get("model_type")
+        if whole and kind in WRAPPERS:
+            self.config, kind = read_object(folder / "config.json"), None
         files = weight_files(folder) or sorted(path for path in folder.glob("*.safetensors") if path.is_file())
         if not files:
             listed = ", ".join(sorted(path.name for path in folder.iterdir()))
@@ -106,7 +109,6 @@ class _Folder:
                 f"{folder} has no *.safetensors ({listed}). Let transformers write the folder, "
                 "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
             )
-        kind = read_object(folder / "config.json").get("model_type")
         self._files: dict[str, tuple[Any, str]] = {}
         self.shapes = {}
         for file in files:
@@ -152,12 +154,15 @@ class _Folder:
 class _Model:
     """Source that reads the state dict of a ``transformers`` model in this process."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, whole: bool = False) -> None:
         self.where, self.file = f"the {type(model).__name__}", f"the configuration of the {type(model).__name__}"
         given = model.config.to_dict() | {"architectures": [type(model).__name__]}  # as save_pretrained writes it
-        self.config = text_part(given)
+        kind = given.get("model_type")
+        if whole and kind in WRAPPERS:
+            kind = None
+        self.config = given if kind is None else text_part(given)
         self.settings = settings_of_model(model)
-        named = ((text_name(given.get("model_type"), name), tensor) for name, tensor in model.state_dict().items())
+        named = ((text_name(kind, name), tensor) for name, tensor in model.state_dict().items())
         self._weights = {name: tensor.detach() for name, tensor in named if name is not None}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
         parameters = [*model.named_parameters(remove_duplicate=False)] if isinstance(model, nn.Module) else []
@@ -173,7 +178,7 @@ class _Model:
         return self._weights[name][part].clone()  # the model may change afterwards
 
 
-def open_source(path_or_model: Any, embedding: str | None = None) -> Source:
+def open_source(path_or_model: Any, embedding: str | None = None, whole: bool = False) -> Source:
     """Return the ``Source`` that reads a folder, a repository of the Hub, or a live ``transformers`` model.
 
     An output layer with values of its own is not tied, whatever ``tie_word_embeddings`` says, as in transformers 5.
@@ -181,6 +186,7 @@ def open_source(path_or_model: Any, embedding: str | None = None) -> Source:
     Args:
         path_or_model: the folder, the id or the model.
         embedding: name of the token embedding, without ``.weight``. None: that of the model's family, if it is known.
+        whole: read a multimodal model as a whole, not its language model alone.
 
     Raises:
         FileNotFoundError: the folder lacks the files that ``save_pretrained`` writes.
@@ -188,9 +194,9 @@ def open_source(path_or_model: Any, embedding: str | None = None) -> Source:
         TypeError: the argument is neither a path nor a model.
     """
     if isinstance(path_or_model, (str, Path)):
-        source: Source = _Folder(local_folder(path_or_model, weights=True))
+        source: Source = _Folder(local_folder(path_or_model, weights=True), whole)
     elif hasattr(path_or_model, "state_dict") and hasattr(getattr(path_or_model, "config", None), "to_dict"):
-        source = _Model(path_or_model)
+        source = _Model(path_or_model, whole)
     else:
         raise TypeError(
             f"got a {type(path_or_model).__name__}. Give the path of a folder, an id of the Hub, or a transformers "

@@ -56,6 +56,7 @@ SLOW = {
     *("translate.py 2 1f1b", "unet.py 4 1f1b", "heads.py 2"),  # tests/pipe/test_model_shapes.py has these models
     *("2 sequences.py 2", "exits.py 1", "tasks.py 1"),
     *("dpo.py 2 2", "kto.py 2 2", "reward.py 2 2", "distill.py 2 2", "captions.py 2 2"),
+    "pictures.py 2 2",
     *("grpo.py 1 1 240", "grpo.py 2 2 240", "grpo.py 2 2 8"),
     *("evaluate.py 2 2", "transfer.py 1 1 0", "transfer.py 1 1 3"),
     *("digits.py 1 600", "digits.py 2 600"),

@@ -1,8 +1,9 @@
-"""``hf_layers`` of a LLaVA: tower and language model in one list on any grid, against transformers on one process."""
+"""``hf_layers`` of models of text and images, tower and language model in one list, against transformers."""
 
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,19 @@ from triax.models.huggingface.save import save_hf, wrapping
 from triax.models.huggingface.vision_layers import VisionBlock, VisionEmbedding
 
 from support.exact_norms import exact
-from support.vision_models import CASES, IMAGE, IMAGES, make, microbatch, on_one_process, sums
+from support.sweeps import some
+from support.vision_models import (
+    CASES,
+    GEMMA_CASES,
+    IMAGE,
+    IMAGES,
+    PATCH_CASES,
+    make,
+    microbatch,
+    odd,
+    on_one_process,
+    sums,
+)
 
 Sizes = tuple[int, int, int, int]  # pipe, data, context, tensor
 LR = 0.5
@@ -31,6 +44,7 @@ def engine_of(
     cut: list[int] | None = None,
     schedule: str = "1f1b",
     frozen: bool = False,
+    microbatches: int = 4,
     **options: Any,
 ) -> Any:
     pipe, data, context, tensor = sizes
@@ -42,16 +56,16 @@ def engine_of(
             layer.requires_grad_(False)
     return triax.Engine(
         module,
-        batch=triax.Batch(microbatch=2, microbatches=4),
-        optimizer=partial(torch.optim.SGD, lr=LR),
+        batch=triax.Batch(microbatch=2, microbatches=microbatches),
+        optimizer=partial(torch.optim.SGD, lr=LR, fused=False),  # ``exact`` would give a fused kernel a scale in fp64
         zero=stage,
         schedule=schedule,
         **options,
     )
 
 
-def step(engine: Any) -> float:
-    batches = [microbatch(engine.grid.data.rank, number) for number in range(len(IMAGES[0]))]
+def step(engine: Any, case: str = "") -> float:
+    batches = [microbatch(engine.grid.data.rank, number, case) for number in range(len(IMAGES[0]))]
     with exact(engine.module):
         loss: float = engine.train_batch(iter(batches)).item()
     return loss
@@ -60,13 +74,13 @@ def step(engine: Any) -> float:
 def theirs(engine: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by the names of transformers' live model."""
     table = entries(wrapping(engine.module).names(), {})
-    return {table[name].live[0]: tensor for name, tensor in tensors.items()}
+    return {(table[name].live or table[name].theirs)[0]: tensor for name, tensor in tensors.items()}
 
 
 def trained(case: str, frozen: bool, out: str, *options: Any) -> tuple[float, dict[str, Tensor]]:
     engine = engine_of(make(case, frozen), *options)
     save_hf(engine, f"{out}/before")
-    loss = step(engine)
+    loss = step(engine, case)
     save_hf(engine, f"{out}/after")
     return loss, theirs(engine, engine.gather("gradients"))
 
@@ -77,14 +91,14 @@ def require_equal_to_transformers(
     import transformers
 
     model, out = make(case, frozen), str(tmp_path)
-    loss, wanted = on_one_process(model, sizes[1])
+    loss, wanted = on_one_process(model, sizes[1], case)
     world = sizes[0] * sizes[1] * sizes[2] * sizes[3]
     for found, gradients in ranks(world, trained, case, frozen, out, sizes, *options, timeout=120):
         assert found == pytest.approx(loss, rel=1e-10)
         assert gradients.keys() == wanted.keys()
         for name, gradient in wanted.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
-    reader: Any = transformers.LlavaForConditionalGeneration
+    reader: Any = getattr(transformers, type(model).__name__)
     before, after = (
         reader.from_pretrained(f"{out}/{when}", dtype=torch.float64).state_dict() for when in ("before", "after")
     )
@@ -109,6 +123,19 @@ def require_equal_to_transformers(
             for cell in ((True, (2, 2, 1, 1), 2, [0, 3, 10]), (False, (2, 1, 1, 2), 1, [0, 2, 10]))
         ),
         ("clip-llama", False, (1, 1, 2, 1), 0, None, "1f1b"),
+        # Here they are patches, 3 blocks of the tower, merger, embedding, 3 blocks, norm, head.
+        ("qwen2_5_vl", False, (2, 1, 1, 1), 0, [0, 3, 11], "1f1b"),
+        ("qwen2_5_vl", False, (1, 2, 1, 1), 3, None, "1f1b"),
+        ("qwen2_5_vl", True, (2, 1, 1, 2), 1, [0, 7, 11], "1f1b"),
+        ("qwen3_vl", False, (4, 1, 1, 1), 0, [0, 2, 6, 7, 11], "zb-h1"),
+        ("qwen3_vl", False, (1, 2, 1, 1), 3, None, "1f1b"),
+        ("qwen3_vl", True, (2, 1, 1, 1), 0, [0, 3, 11], "1f1b"),
+        ("qwen3_vl", False, (1, 1, 1, 2), 0, None, "1f1b"),
+        ("qwen2_vl", False, (2, 1, 1, 2), 1, [0, 5, 11], "1f1b"),
+        # And here patches, 3 blocks of the tower, projector, embedding, 3 blocks, norm, head.
+        ("gemma3", False, (2, 1, 1, 1), 0, [0, 7, 11], "1f1b"),
+        ("gemma3", False, (1, 2, 1, 1), 3, None, "1f1b"),
+        ("gemma3-beyond", True, (2, 1, 1, 2), 1, [0, 3, 11], "1f1b"),
     ],
 )
 def test_vision_models_train_as_transformers(
@@ -124,20 +151,28 @@ def test_vision_models_train_as_transformers(
     require_equal_to_transformers(ranks, tmp_path, case, frozen, sizes, stage, cut, schedule)
 
 
+GRIDS = [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (1, 1, 1, 2)]
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
-    "sizes", [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (1, 1, 1, 2), (2, 1, 2, 1)], ids=str
+    ("case", "sizes", "stage"),
+    [(case, sizes, stage) for case in CASES for sizes in (*GRIDS, (2, 1, 2, 1)) for stage in range(4)]
+    + [
+        (case, sizes, stage)
+        for case in (*PATCH_CASES, *GEMMA_CASES)
+        for sizes in (*GRIDS, (2, 1, 1, 2))
+        for stage in (range(4) if sizes[1] == 2 else range(1))
+    ],
 )
-@pytest.mark.parametrize("case", CASES)
 def test_vision_models_train_as_transformers_on_every_grid(
     ranks: Any, tmp_path: Path, case: str, sizes: Sizes, frozen: bool, stage: int
 ) -> None:
     require_equal_to_transformers(ranks, tmp_path, case, frozen, sizes, stage)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *PATCH_CASES, *GEMMA_CASES])
 def test_vision_models_have_transformers_logits_and_files(tmp_path: Path, case: str) -> None:
     model = make(case)
     model.save_pretrained(tmp_path / "theirs")
@@ -145,7 +180,7 @@ def test_vision_models_have_transformers_logits_and_files(tmp_path: Path, case: 
     for source in (model, tmp_path / "theirs"):
         mine = PipelineModule(hf_layers(source), loss_fn=CausalLMLoss(), dtype=torch.float64)
         for number in range(4):
-            given = microbatch(0, number)
+            given = microbatch(0, number, case)
             given.pop("labels")
             with torch.no_grad():
                 found = mine(given if "pixel_values" in given else given["input_ids"], input_ids=given["input_ids"])
@@ -154,6 +189,43 @@ def test_vision_models_have_transformers_logits_and_files(tmp_path: Path, case: 
         ours = load_file(tmp_path / "mine" / "model.safetensors")
         assert ours.keys() == wanted.keys()
         assert all(torch.equal(ours[name], tensor) for name, tensor in wanted.items())
+
+
+ODD_GRIDS = ((1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2), (2, 1, 1, 2))
+
+
+def odd_step(kind: str, seed: int, out: str, sizes: Sizes) -> tuple[float, dict[str, Tensor]]:
+    model, batches = odd(kind, seed)
+    engine = engine_of(model, sizes, 3 if sizes[1] == 2 else 0, microbatches=2 // sizes[1])
+    save_hf(engine, out)
+    own = batches[engine.grid.data.rank :: sizes[1]]
+    with exact(engine.module):
+        loss: float = engine.train_batch(iter(own)).item()
+    return loss, theirs(engine, engine.gather("gradients"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    some([(kind, seed) for kind in (*PATCH_CASES, "gemma3") for seed in range(100)], (0, 101, 203, 204, 302)),
+)
+def test_odd_models_of_images_train_as_transformers(ranks: Any, tmp_path: Path, kind: str, seed: int) -> None:
+    """Random sizes, images and grids. Towers have no gradient in transformers if there are no images."""
+    sizes = ODD_GRIDS[seed % len(ODD_GRIDS)]
+    model, batches = odd(kind, seed)
+    total, count = sums(model, batches)
+    (total / count).backward()
+    model.save_pretrained(tmp_path / "theirs")
+    unused = ".vision_tower.head."
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters() if unused not in name}
+    for loss, gradients in ranks(prod(sizes), odd_step, kind, seed, str(tmp_path / "mine"), sizes, timeout=120):
+        assert loss == pytest.approx(total.item() / count, rel=1e-10)
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in gradients.items():
+            expected = torch.zeros_like(gradient) if wanted[name] is None else wanted[name]
+            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12, msg=name)
+    mine, written = (load_file(tmp_path / who / "model.safetensors") for who in ("mine", "theirs"))
+    assert mine.keys() == written.keys()
+    assert all(torch.equal(mine[name], tensor) for name, tensor in written.items())
 
 
 def test_folders_with_older_names_of_transformers_are_loaded(tmp_path: Path) -> None:
@@ -210,15 +282,26 @@ def test_batches_without_images_train_as_transformers(tmp_path: Path) -> None:
                 torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_padding_on_the_right_changes_no_logits() -> None:
-    model, given = make("clip-llama"), microbatch(0, 1)
+@pytest.mark.parametrize("case", ["clip-llama", "qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_padding_on_the_right_changes_no_logits(case: str) -> None:
+    model, given = make(case), microbatch(0, 1, case)
     given.pop("labels")
-    mask = torch.arange(given["input_ids"].shape[1]) < torch.tensor([[14], [9]])
+    length = given["input_ids"].shape[1]
+    mask = torch.arange(length) < torch.tensor([[length - 2], [9]])
     mine = PipelineModule(hf_layers(model), loss_fn=CausalLMLoss(), dtype=torch.float64)
     with torch.no_grad():
         found = mine(given | {"attention_mask": mask.long()}, input_ids=given["input_ids"])
         wanted = model(**given, attention_mask=mask.long()).logits
     torch.testing.assert_close(found[mask], wanted[mask], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_recomputed_layers_of_vision_models_give_equal_gradients(case: str) -> None:
+    kept, recomputed = (engine_of(make(case), (1, 1, 1, 1), 0, recompute=what) for what in (None, "full"))
+    assert step(kept, case) == step(recomputed, case)
+    found = recomputed.gather("gradients")
+    for name, gradient in kept.gather("gradients").items():
+        assert torch.equal(found[name], gradient), name
 
 
 LANGUAGE = r".*language_model.*(q_proj|down_proj)"
@@ -228,27 +311,36 @@ def with_adapters(case: str, sizes: Sizes, stage: int, cut: list[int] | None, ou
     """Losses of two steps, and the gradients of the second one; the adapters before it are written."""
     lora = triax.Lora(rank=2, alpha=3.0, targets=LANGUAGE)
     engine = engine_of(make(case), sizes, stage, cut, lora=lora)
-    losses = [step(engine)]
+    losses = [step(engine, case)]
     triax.save_lora(engine, out)
-    losses.append(step(engine))
+    losses.append(step(engine, case))
     return losses, engine.gather("gradients"), wrapping(engine.module).first
 
 
 @pytest.mark.parametrize(
-    "sizes", [(2, 1, 1, 1), pytest.param((1, 2, 1, 1), marks=pytest.mark.exhaustive), (1, 1, 1, 2)], ids=str
+    ("case", "sizes"),
+    some(
+        [
+            (case, sizes)
+            for case in ("clip-llama", "gemma3", *PATCH_CASES)
+            for sizes in ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2))
+        ],
+        (0, 2, 9, 12),
+    ),
 )
-def test_adapters_of_the_language_model_equal_pefts(ranks: Any, tmp_path: Path, sizes: Sizes) -> None:
+def test_adapters_of_the_language_model_equal_pefts(ranks: Any, tmp_path: Path, case: str, sizes: Sizes) -> None:
+    """The tower of models other than LLaVA is frozen with all else, too."""
     import peft
 
-    cut = [0, 6, 10] if sizes[0] == 2 else None
+    cut = [0, 6, 10 if case == "clip-llama" else 11] if sizes[0] == 2 else None
     stage = 2 if sizes[1] == 2 else 0
-    found = ranks(2, with_adapters, "clip-llama", sizes, stage, cut, str(tmp_path), timeout=120)
-    start, _ = on_one_process(make("clip-llama"), sizes[1])
-    model: Any = peft.PeftModel.from_pretrained(make("clip-llama"), str(tmp_path), is_trainable=True).double()
+    found = ranks(2, with_adapters, case, sizes, stage, cut, str(tmp_path), timeout=120)
+    start, _ = on_one_process(make(case), sizes[1], case)
+    model: Any = peft.PeftModel.from_pretrained(make(case), str(tmp_path), is_trainable=True).double()
     adapted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(adapted) == 12 and all(".language_model.layers." in name for name in adapted)
     total, count = sums(
-        model.base_model.model, [microbatch(r, n) for r in range(sizes[1]) for n in range(len(IMAGES[r]))]
+        model.base_model.model, [microbatch(r, n, case) for r in range(sizes[1]) for n in range(len(IMAGES[r]))]
     )
     (total / count).backward()
     wanted = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -283,3 +375,41 @@ def test_vision_models_refuse_options_they_lack() -> None:
     }.items():
         with pytest.raises(ValueError, match=said):
             mine({"input_ids": ids, "pixel_values": given["pixel_values"], change[0]: change[1]}, input_ids=ids)
+
+
+def test_models_of_patches_refuse_what_they_lack() -> None:
+    model = make("qwen3_vl")
+    for indexes in ([0, 0], [3], [0, 1, -1]):
+        model.config.vision_config.deepstack_visual_indexes = indexes
+        with pytest.raises(ValueError, match="must name different blocks of the tower's 3"):
+            hf_layers(model.config)
+    model = make("qwen2_5_vl")
+    mine = PipelineModule(hf_layers(model), loss_fn=CausalLMLoss(), dtype=torch.float64)
+    given = microbatch(0, 3, "qwen2_5_vl")
+    given.pop("labels")
+    ids, grid, pixels = given["input_ids"], given["image_grid_thw"], given["pixel_values"]
+    joined = ids.clone()
+    joined[1, 1:] = IMAGE
+    for change, said in (
+        ({"pixel_values_videos": pixels}, "has pixel_values_videos, which this model does not take"),
+        ({"position_ids": ids}, "positions of your own are not taken"),
+        ({"attention_mask": torch.arange(ids.shape[1]) > torch.tensor([[2], [-1]])}, "padded on the left"),
+        ({"pixel_values": pixels[1:]}, "patches, but image_grid_thw is"),
+        ({"image_grid_thw": grid[:2], "pixel_values": pixels[: int(grid[:2].prod(1).sum())]}, "have runs of"),
+        ({"input_ids": joined}, "have runs of .* put another token between two images"),
+    ):
+        changed = given | change
+        with pytest.raises(ValueError, match=said):
+            mine(changed, input_ids=changed["input_ids"])
+
+
+@pytest.mark.parametrize("case", ["gemma3", "qwen3_vl"])
+def test_models_of_images_refuse_a_context_axis(ranks: Any, case: str) -> None:
+    for said in ranks(2, refused_context, case):
+        assert "does not divide the sequences of a" in said and "context=1" in said
+
+
+def refused_context(case: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        PipelineModule(hf_layers(make(case)), grid=Grid(context=2), loss_fn=CausalLMLoss(), dtype=torch.float64)
+    return str(caught.value)
