@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, PipelineModule, hf_layers
 from triax.grid import layout_of
-from triax.models import EncoderConfig
+from triax.models import EncoderConfig, T5Config
 from triax.models.huggingface.config import entries, from_hf, read_config, to_hf
 from triax.models.huggingface.families import FAMILIES
 from triax.models.huggingface.load import config_from_hf, load_hf
@@ -33,7 +33,7 @@ from support.encoder_models import CASES as ENCODER_CASES
 from support.exact_norms import exact
 from support.huggingface_models import read_back
 from support.paths import DOCS
-from support.toy_families import DENSE, HYBRIDS, MIXTURES, NOT_GENERATED, NOT_LISTED, NOT_SHARDED, VOCABULARY
+from support.toy_families import DENSE, HYBRIDS, MIXTURES, NOT_GENERATED, NOT_LISTED, NOT_SHARDED, T5, VOCABULARY
 
 CASES = DENSE | HYBRIDS
 Sizes = tuple[int, int, int]  # pipe, data, tensor
@@ -411,14 +411,12 @@ _ENCODER: dict[str, Any] = {
     "num_hidden_layers": 2,
 }
 _ENCODER |= {"num_attention_heads": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_T5: dict[str, Any] = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 6, "d_ff": 44, "num_layers": 2, "num_heads": 4}
-_T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
 # Name -> transformers' class and its options.
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", _ENCODER),
     "roberta": ("RobertaForMaskedLM", _ENCODER | {"max_position_embeddings": 40}),
-    "t5": ("T5ForConditionalGeneration", _T5),
-    "t5-gated": ("T5ForConditionalGeneration", _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "t5": ("T5ForConditionalGeneration", T5),
+    "t5-gated": ("T5ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "vit": (
         "ViTForImageClassification",
         {name: value for name, value in _ENCODER.items() if name != "vocab_size"} | {"image_size": 8, "patch_size": 4},
@@ -511,12 +509,12 @@ def table() -> list[str]:
     lines = [f"| {' | '.join((*heads, '`hf_layers`, pipe 2', '`parallelize`, tensor 2'))} |", "|---" * 6 + "|"]
     dense, hybrid = ({family for family, _ in cases.values()} for cases in (DENSE, HYBRIDS))
     for name, family in FAMILIES.items():
-        known, encodes = family.config is not None, family.config is EncoderConfig
+        known, encodes = family.config is not None, family.config in (EncoderConfig, T5Config)
         if name in dense | hybrid:
             cells = [f"`{config_name(family.config)}`", "1e-10", "equal", "1e-10" if name in dense else ""]
             cells.append("1e-10" if family.plan is not None else "")
-        elif encodes:  # tests/models/test_encoders.py
-            cells = ["`EncoderConfig`", "1e-10", "", "", "1e-10" if family.plan is not None else ""]
+        elif encodes:  # tests/models/test_encoders.py, test_t5.py
+            cells = [f"`{config_name(family.config)}`", "1e-10", "", "", "1e-10" if family.plan is not None else ""]
         else:
             where = "[Mixture of experts](moe.md)" if known else ""
             cells = [f"`{config_name(family.config)}`" if known else "", where, "equal" if known else ""]
@@ -535,7 +533,7 @@ def test_the_table_of_families_in_the_docs_is_right() -> None:
     checked = {family for family, _ in DENSE.values()} | {case.split("-")[0] for case in MIXTURES}
     checked -= {"qwen3_next"}  # a hybrid, whose states hf_layers does not pass over a context axis
     assert {name for name, family in FAMILIES.items() if family.blocks} == checked
-    planned = {name for name, each in FAMILIES.items() if each.config in (None, EncoderConfig) and each.plan}
+    planned = {name for name, each in FAMILIES.items() if each.config in (EncoderConfig, T5Config) and each.plan}
     assert planned == {case.split("-")[0] for case in ENCODERS}
     encoders = {name for name, each in FAMILIES.items() if each.config is EncoderConfig}
     assert encoders == {case.split("-")[0] for case in ENCODER_CASES}
