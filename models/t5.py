@@ -114,9 +114,8 @@ def _embed_source(config: T5Config, embedding: TokenEmbedding, inputs: Any, labe
     if target is None:
         if labels is None:
             raise ValueError("T5 needs labels or decoder_input_ids, which the decoder reads. Give one of them.")
-        if isinstance(labels, (tuple, list, Mapping)):  # with weights, or with what a loss takes beside them
-            labels = labels["labels" if isinstance(labels, Mapping) else 0]
-        target = F.pad(labels, (1, -1))
+        labels = labels["labels"] if isinstance(labels, Mapping) else labels  # beside what else a loss takes
+        target = F.pad(labels[0] if isinstance(labels, (tuple, list)) else labels, (1, -1))
         target = target.masked_fill(target == -100, config.pad_token_id)
         target[:, 0] = config.decoder_start_token_id
     return embedding(ids), torch.ones_like(ids) if mask is None else mask.long(), target
@@ -192,9 +191,9 @@ class StackEnd(RMSNorm):
         super().__init__(config.hidden_size, config.norm_epsilon, grid=grid, sequence_parallel=sequence_parallel)
         self.last, self.dropout = last, dropout(config.dropout, grid, sequence_parallel)
 
-    def forward(self, value: tuple[Tensor, Tensor, Tensor, Tensor]) -> Any:
-        """Normalize x."""
-        x, mask, _, other = value
+    def forward(self, x: Any) -> Any:
+        """Normalize the first of (x, mask, table, other)."""
+        x, mask, _, other = x
         x = self.dropout(super().forward(x))
         return x if self.last else (x, mask, other)
 
@@ -215,12 +214,10 @@ class T5Attention(ShardedAttention):
     def __init__(self, config: T5Config, *, grid: Grid, sequence_parallel: bool = False) -> None:
         heads, options = config.num_attention_heads, ScoreOptions(causal=False, scale=1.0)
         super().__init__(heads, options, grid=grid, sequence_parallel=sequence_parallel)
-        self.head_dim, width, factor = config.head_dim, config.hidden_size, config.initializer_range
-        inner = heads * config.head_dim
-        init = Normal(factor * width**-0.5)
-        common: dict[str, Any] = {"bias": False, "unit": config.head_dim, "grid": grid}
-        common["sequence_parallel"] = sequence_parallel
-        self.q = ColumnParallelLinear(width, inner, init=Normal(factor * (width * config.head_dim) ** -0.5), **common)
+        width, dim, factor = config.hidden_size, config.head_dim, config.initializer_range
+        self.head_dim, inner, init = dim, heads * dim, Normal(factor * width**-0.5)
+        common: dict[str, Any] = {"bias": False, "unit": dim, "grid": grid, "sequence_parallel": sequence_parallel}
+        self.q = ColumnParallelLinear(width, inner, init=Normal(factor * (width * dim) ** -0.5), **common)
         self.kv = ColumnParallelLinear(width, 2 * inner, parts=(inner, inner), init=init, **common)
         self.out = RowParallelLinear(inner, width, init=Normal(factor * inner**-0.5), **common)
 
@@ -272,7 +269,6 @@ class T5Block(nn.Module):
         common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
         norm = partial(RMSNorm, config.hidden_size, config.norm_epsilon, **common)
         drop = partial(dropout, config.dropout, grid, sequence_parallel)
-        width, hidden, factor = config.hidden_size, config.intermediate_size, config.initializer_range
         self.norm1, self.attention, self.dropout1 = norm(), T5Attention(config, **common), drop()
         self.norm2 = norm() if decodes else None
         self.cross = T5Attention(config, **common) if decodes else None
@@ -281,8 +277,8 @@ class T5Block(nn.Module):
             config,
             activation=config.hidden_act,
             bias=config.mlp_bias,
-            init=Normal(factor * width**-0.5),
-            out_init=Normal(factor * hidden**-0.5),
+            init=Normal(config.initializer_range * config.hidden_size**-0.5),
+            out_init=Normal(config.initializer_range * config.intermediate_size**-0.5),
             **common,
         )
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..options.base import option
 from .config_base import TransformerConfig
@@ -80,7 +79,3 @@ class T5Config(MLPFields):
     def layer_count(self) -> int:
         """Number of entries in the model's list of layers: of each stack three and its blocks, and the head."""
         return self.num_hidden_layers + self.num_decoder_layers + 7
-
-    def refuses_slices(self, experts: Mapping[str, Any] | None = None) -> str | None:
-        """Return the reason why a pipeline cannot cut sequences of the model, as for ``TransformerConfig``."""
-        return "has an encoder, in which a token attends to later ones too"

@@ -18,7 +18,7 @@ _ENDINGS = {
     "vit": ("", "ForImageClassification"),
     "dinov2": ("Model", "ForImageClassification"),
     "siglip_vision_model": ("Model", ""),
-    "t5": ("ForConditionalGeneration", ""),
+    **dict.fromkeys(("t5", "mt5"), ("ForConditionalGeneration", "")),
 }
 _ACTS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
 
@@ -34,14 +34,14 @@ _IMAGE_KEYS: dict[str, Key] = {name: name for name in (*SIZES[2:], "intermediate
 _IMAGE_KEYS |= {"dropout": ("hidden_dropout_prob", 0.0), "qkv_bias": True}
 _IMAGE_KEYS |= {"image_size": 224, "patch_size": 16, "num_channels": 3}
 _T5_KEYS: dict[str, Key] = {
-    "vocab_size": 32128,
+    "vocab_size": "vocab_size",
     "max_position_embeddings": ("n_positions", 512),
-    "hidden_size": ("d_model", 512),
+    "hidden_size": "d_model",
     "num_hidden_layers": "num_layers",
-    "num_attention_heads": ("num_heads", 8),
-    "intermediate_size": ("d_ff", 2048),
+    "num_attention_heads": "num_heads",
+    "intermediate_size": "d_ff",
     "num_decoder_layers": 0,
-    "head_dim": ("d_kv", 64),
+    "head_dim": "d_kv",
     "relative_attention_num_buckets": 32,
     "relative_attention_max_distance": 128,
     "layer_norm_epsilon": 1e-6,
@@ -168,7 +168,7 @@ def _t5_names(config: Config) -> Names:
         f"layers.{{n+{5 + depth}}}.weight": "decoder.final_layer_norm.weight",
         f"layers.{{n+{6 + depth}}}.weight": "lm_head.weight",
     }
-    blocks = [("{i+2}", "encoder.block.{i}.layer", ("attention",))]
+    blocks: list[tuple[str, str, tuple[str, ...]]] = [("{i+2}", "encoder.block.{i}.layer", ("attention",))]
     blocks += [(f"{{n+{5 + i}}}", f"decoder.block.{i}.layer", ("attention", "cross")) for i in range(depth)]
     for layer, at, branches in blocks:
         for n, branch in enumerate(branches):
@@ -230,19 +230,20 @@ def _dino_write(config: EncoderConfig) -> dict[str, Any]:
 
 def _t5_read(config: Config) -> dict[str, Any]:
     _labels_of(config)  # refuses other classes
-    act, scaled = config.get("feed_forward_proj", "relu"), config.get("tie_word_embeddings") is not False
-    kind = str(act).removeprefix("gated-")
+    first = config["model_type"] == "t5"
+    act = config.get("feed_forward_proj", "relu" if first else "gated-gelu")
+    kind, scaled = str(act).removeprefix("gated-"), config.get("tie_word_embeddings") is not False
     return {
-        "scale_decoder_outputs": config.get("scale_decoder_outputs", scaled),
+        "scale_decoder_outputs": first and config.get("scale_decoder_outputs", scaled),
         "gated": kind != act,
         "hidden_act": "gelu_new" if act == "gated-gelu" else kind,
     }
 
 
-def _t5_write(config: T5Config) -> dict[str, Any]:
+def _t5_write(prefix: str, config: T5Config) -> dict[str, Any]:
     act = "gelu" if config.gated and config.hidden_act == "gelu_new" else config.hidden_act
     return {
-        "architectures": ["T5ForConditionalGeneration"],
+        "architectures": [f"{prefix}ForConditionalGeneration"],
         "is_encoder_decoder": True,
         "scale_decoder_outputs": config.scale_decoder_outputs,
         "feed_forward_proj": "gated-" * config.gated + act,
@@ -273,6 +274,17 @@ _VIT = Family(
     write=partial(_write, "vit", "ViT"),
     blocks=False,
     unread=("vit.pooler.",),
+)
+_T5 = Family(
+    "T5",
+    t5_plan,
+    T5Config,
+    _t5_names,
+    _T5_KEYS,
+    read=_t5_read,
+    write=partial(_t5_write, "T5"),
+    blocks=False,
+    unread=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.",),
 )
 ENCODERS: dict[str, Family] = {
     "bert": _BERT,
@@ -314,15 +326,6 @@ ENCODERS: dict[str, Family] = {
         write=lambda config: {**_write("siglip_vision_model", "SiglipVision", config), "vision_use_head": False},
         unread=("head.",),
     ),
-    "t5": Family(
-        "T5",
-        t5_plan,
-        T5Config,
-        _t5_names,
-        _T5_KEYS,
-        read=_t5_read,
-        write=_t5_write,
-        blocks=False,
-        unread=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.",),
-    ),
+    "t5": _T5,
+    "mt5": like(_T5, "MT5", plan=None, write=partial(_t5_write, "MT5")),
 }

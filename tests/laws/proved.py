@@ -59,8 +59,8 @@ def settings(kind: str) -> dict[str, Any]:
 
     if kind == "kimi_k2":
         return settings("deepseek_v3") | {"model_type": kind}
-    if kind == "t5":
-        architecture, options = "T5ForConditionalGeneration", T5
+    if kind in ("t5", "mt5"):
+        architecture, options = f"{FAMILIES[kind].prefix}ForConditionalGeneration", T5
     elif kind in MIXTURES:
         family, options = MIXTURES[kind]
         architecture, options = f"{family}ForCausalLM", COMMON | options

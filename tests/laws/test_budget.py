@@ -20,9 +20,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.import_reader import library, statements  # found by the line above
 
 BUDGET = {
-    "plugins": 10571,
+    "plugins": 10572,
+    "models": 8756,
     "engine": 8542,
-    "models": 8460,
     "pipe": 7630,
     "compat": 7049,
     "zero": 5870,

@@ -24,15 +24,16 @@ from triax.tensor_parallel import gather_logits
 from support.encoder_models import ROWS, Case, by_their_names, make
 from support.exact_norms import exact
 
-CLASS = "T5ForConditionalGeneration"
+CLASSES = "T5ForConditionalGeneration", "MT5ForConditionalGeneration"
 _T5: dict[str, Any] = {"vocab_size": 61, "d_model": 20, "d_kv": 6, "d_ff": 37, "num_layers": 2, "num_heads": 3}
 _T5 |= {"num_decoder_layers": 3, "relative_attention_num_buckets": 9, "relative_attention_max_distance": 11}
 _T5 |= {"dropout_rate": 0.0, "initializer_factor": 0.25, "decoder_start_token_id": 0}
 _GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 # "untied", which no configuration has, gives the output layer a weight of its own, as in the folders of Flan-T5.
 CASES = {
-    "t5": Case(CLASS, _T5),
-    "flan-t5": Case(CLASS, _T5 | _GATED | {"untied": True}),
+    "t5": Case(CLASSES[0], _T5),
+    "flan-t5": Case(CLASSES[0], _T5 | _GATED | {"untied": True}),
+    "mt5": Case(CLASSES[1], _T5 | _GATED | {"untied": True}),
 }
 
 
@@ -57,7 +58,7 @@ def random_case(seed: int) -> Case:
         "pad_token_id": draw.choice([0, 1, 5]),
         "decoder_start_token_id": draw.choice([0, 1, 7]),
     }
-    return Case(CLASS, options)
+    return Case(draw.choice(CLASSES), options)
 
 
 def make_t5(case: Case) -> Any:
@@ -73,15 +74,14 @@ def make_t5(case: Case) -> Any:
 @contextmanager
 def exact_t5(model: Any) -> Iterator[None]:
     """Context in which transformers' T5 rounds nothing to fp32 but the logarithms of distances, as it always does."""
-    from transformers.models.t5.modeling_t5 import T5Attention
-
-    bucket = T5Attention._relative_position_bucket
+    attention = next(type(each) for each in model.modules() if type(each).__name__.endswith("T5Attention"))
+    bucket = attention._relative_position_bucket
 
     def rounded(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
             return bucket(*args, **kwargs)
 
-    with patch.object(T5Attention, "_relative_position_bucket", staticmethod(rounded)), exact(model):
+    with patch.object(attention, "_relative_position_bucket", staticmethod(rounded)), exact(model):
         yield
 
 
