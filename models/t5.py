@@ -78,9 +78,11 @@ def t5_layers(config: T5Config, sequence_parallel: bool = False) -> list[LayerSp
         The specs. The embeddings of both stacks and, with ``tie_word_embeddings``, the head have one weight.
     """
     common: dict[str, Any] = {"sequence_parallel": sequence_parallel}
-    ends: dict[str, Any] = common | {"init": Normal(config.initializer_range)}
-    ends["logit_scale"] = config.hidden_size**-0.5 if config.scale_decoder_outputs else 1.0
-    embedding = partial(TiedLayerSpec, "embed", TokenEmbedding, config.vocab_size, config.hidden_size, **ends)
+    width, vocab_size = config.hidden_size, config.vocab_size
+    scale, init = width**-0.5 if config.scale_decoder_outputs else 1.0, Normal(config.initializer_range)
+    ends: dict[str, Any] = {"logit_scale": scale, **common}
+    embedding = partial(TiedLayerSpec, "embed", TokenEmbedding, vocab_size, width, init=init, **ends)
+    own = Normal(config.initializer_range * width**-0.5 / scale)  # the logits of any head begin with equal deviations
     return [
         embedding(forward_fn=partial(_embed_source, config), takes="labels"),
         LayerSpec(StackStart, config, **common),
@@ -92,7 +94,7 @@ def t5_layers(config: T5Config, sequence_parallel: bool = False) -> list[LayerSp
         LayerSpec(StackEnd, config, last=True, **common),
         embedding(forward_fn=TokenEmbedding.attend)
         if config.tie_word_embeddings
-        else LayerSpec(CappedHead, config.hidden_size, config.vocab_size, **ends),
+        else LayerSpec(CappedHead, width, vocab_size, init=own, **ends),
     ]
 
 

@@ -251,6 +251,12 @@ def test_published_t5s_have_the_published_number_of_parameters(name: str, count:
     assert T5Config.preset(name).parameter_count == count
 
 
+@pytest.mark.parametrize(("tied", "scaled"), [(True, True), (False, True), (False, False)])
+def test_first_logits_of_a_t5_have_deviation_one(tied: bool, scaled: bool) -> None:
+    model = module(T5Config.preset("t5-tiny", tie_word_embeddings=tied, scale_decoder_outputs=scaled))
+    assert float(model(rows(8), labels=rows(8, seed=1)).std()) == pytest.approx(1.0, rel=0.2)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
