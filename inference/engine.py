@@ -446,7 +446,7 @@ def agreed_sizes(module: PipelineModule) -> tuple[int, int, int]:
     The positions are the smallest number of any layer. A number is 0 if it is unknown.
 
     Raises:
-        ValueError: the model is an encoder.
+        ValueError: the model has an encoder.
     """
     positions = [length for m in module.modules() if (length := getattr(m, "max_position_embeddings", None))]
     layers = module.layers_of(len(module.placement) - 1) if module.is_last else []
@@ -457,7 +457,7 @@ def agreed_sizes(module: PipelineModule) -> tuple[int, int, int]:
     module.grid.world.all_reduce(most, op="max")
     count, fewest, vocab_size, acausal = most.tolist()
     if acausal:
-        raise ValueError("the model is an encoder (causal=False), which has no next token. Call it for its outputs.")
+        raise ValueError("the model has an encoder (causal=False): only decoders generate. Call it for its outputs.")
     return count, (-fewest if fewest > -(2**62) else 0), vocab_size
 
 

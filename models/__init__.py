@@ -1,4 +1,4 @@
-"""GPT, Llama, mixtures of experts and encoders as lists of layers: from a configuration to ``list[LayerSpec]``.
+"""GPT, Llama, mixtures of experts, encoders and T5 as lists of layers: from a configuration to ``list[LayerSpec]``.
 
 config.py: configurations; config_base.py: what all have; config_groups.py: their fields by group; without torch.
 shapes.py: the layers of a configuration on the meta device; number of parameters.
@@ -8,6 +8,7 @@ gpt.py, llama.py, mixtral.py: GPT, Llama and mixtures of experts, which are ``de
 deepseek.py: ``deepseek_layers``, the architecture of DeepSeek-V2 and DeepSeek-V3.
 encoder.py: ``encoder_layers``, BERT, ViT and others; encoder_config.py: their configuration, without torch.
 encoder_losses.py: losses of masked tokens and of classes.
+t5.py: ``t5_layers``, an encoder and a decoder; t5_config.py: their configuration, without torch.
 dit.py: ``dit_layers``, diffusion transformers; dit_config.py: their configuration, without torch.
 dit_weights.py: names of their weights in the library diffusers.
 diffusion.py: training samples and sampling of diffusion models: velocity (flow matching), noise (DDPM).

@@ -6,6 +6,7 @@ from .config import EncoderConfig as EncoderConfig
 from .config import GPTConfig as GPTConfig
 from .config import LlamaConfig as LlamaConfig
 from .config import MixtralConfig as MixtralConfig
+from .config import T5Config as T5Config
 from .config import TransformerConfig as TransformerConfig
 from .decoder import decoder_layers as decoder_layers
 from .deepseek import deepseek_layers as deepseek_layers
@@ -33,3 +34,5 @@ from .recurrent.sizes import Mamba2Sizes as Mamba2Sizes
 from .rope_scaling import LinearScaling as LinearScaling
 from .rope_scaling import RopeScaling as RopeScaling
 from .rope_scaling import YarnScaling as YarnScaling
+from .t5 import T5Loss as T5Loss
+from .t5 import t5_layers as t5_layers

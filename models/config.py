@@ -18,6 +18,7 @@ from .encoder_config import EncoderConfig
 from .presets import DEEPSEEK_PRESETS, GPT_PRESETS, LLAMA_PRESETS, MIXTRAL_PRESETS, Presets
 from .recurrent.sizes import sizes_from_fields
 from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, Scaling, YarnScaling
+from .t5_config import T5Config
 
 
 @dataclass(frozen=True, repr=False)
@@ -406,7 +407,8 @@ _FORMER = {
 
 
 CONFIGS: dict[str, type[TransformerConfig]] = {
-    cls.__name__: cls for cls in (GPTConfig, LlamaConfig, DecoderConfig, MixtralConfig, DeepseekConfig, EncoderConfig)
+    cls.__name__: cls
+    for cls in (GPTConfig, LlamaConfig, DecoderConfig, MixtralConfig, DeepseekConfig, EncoderConfig, T5Config)
 }
 
 

@@ -113,6 +113,21 @@ ENCODER_PRESETS: Presets = {
     "vit-tiny": _shape(32, 2, 4, intermediate_size=88, **_VIT) | {"image_size": 8, "patch_size": 4, "num_labels": 4},
 }
 
+_T5_11: dict[str, Any] = {"hidden_act": "gelu_new", "gated": True, "tie_word_embeddings": False}
+_T5_11 |= {"scale_decoder_outputs": False}
+
+# Raffel et al. 2020, arXiv:1910.10683, section 3.7; Chung et al. 2022, arXiv:2210.11416, with the sizes of T5 v1.1;
+# and the configurations released with the weights.
+T5_PRESETS: Presets = {
+    "t5-small": _shape(512, 6, 8, dropout=0.1),
+    "t5-base": _shape(768, 12, 12, intermediate_size=3072, dropout=0.1),
+    "t5-large": _shape(1024, 24, 16, intermediate_size=4096, dropout=0.1),
+    "flan-t5-small": _shape(512, 8, 6, intermediate_size=1024, dropout=0.1, **_T5_11),
+    "flan-t5-base": _shape(768, 12, 12, dropout=0.1, **_T5_11),
+    "flan-t5-large": _shape(1024, 24, 16, intermediate_size=2816, dropout=0.1, **_T5_11),
+    "t5-tiny": _shape(32, 2, 4, intermediate_size=88, head_dim=8, **_BYTES),
+}
+
 _YARN: dict[str, Any] = {"max_position_embeddings": 163840}
 _V2: dict[str, Any] = _YARN | {"rope_scaling": YarnScaling(mscale=0.707, mscale_all_dim=0.707)}
 

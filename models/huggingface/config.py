@@ -278,7 +278,7 @@ def _check_counts(config: Config) -> None:
 
     Names are made from them before any weight is looked up.
     """
-    for key in (*_DEPTHS, "num_nextn_predict_layers", *_EXPERTS):
+    for key in (*_DEPTHS, "num_decoder_layers", "num_nextn_predict_layers", *_EXPERTS):
         value = config.get(key)
         if value is not None and not (type(value) is int and 0 <= value <= _MOST):
             raise ValueError(f"{key} is {_shown(value)}, but must be a whole number of at most {_MOST}.")

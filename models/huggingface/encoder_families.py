@@ -1,4 +1,4 @@
-"""Encoders: their keys, names and settings, and their entries in ``FAMILIES``."""
+"""Encoders, and T5: their keys, names and settings, and their entries in ``FAMILIES``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..config import EncoderConfig
+from ..config import EncoderConfig, T5Config
 from .dense_families import number_of
 from .family import COMMON, NO_DROPOUT, SIZES, Config, Family, Key, block_names, like, score_count
 from .names import FolderName, Names, OneRow
-from .sharding_plans import bert_plan, vit_plan
+from .sharding_plans import bert_plan, t5_plan, vit_plan
 
 # Endings of transformers' classes without classes of rows, and with them.
 _ENDINGS = {
@@ -18,6 +18,7 @@ _ENDINGS = {
     "vit": ("", "ForImageClassification"),
     "dinov2": ("Model", "ForImageClassification"),
     "siglip_vision_model": ("Model", ""),
+    **dict.fromkeys(("t5", "mt5"), ("ForConditionalGeneration", "")),
 }
 _ACTS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
 
@@ -32,6 +33,24 @@ _TEXT_KEYS |= {"tie_word_embeddings": True, "type_vocab_size": 2, "dropout": ("h
 _IMAGE_KEYS: dict[str, Key] = {name: name for name in (*SIZES[2:], "intermediate_size")} | _KEYS
 _IMAGE_KEYS |= {"dropout": ("hidden_dropout_prob", 0.0), "qkv_bias": True}
 _IMAGE_KEYS |= {"image_size": 224, "patch_size": 16, "num_channels": 3}
+_T5_KEYS: dict[str, Key] = {
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": ("n_positions", 512),
+    "hidden_size": "d_model",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "intermediate_size": "d_ff",
+    "num_decoder_layers": 0,
+    "head_dim": "d_kv",
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "layer_norm_epsilon": 1e-6,
+    "dropout": ("dropout_rate", 0.1),
+    "initializer_range": ("initializer_factor", 1.0),
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
 
 # -------------------------------------------------------------------------------------------------- names of parameters
 
@@ -136,6 +155,35 @@ _SIGLIP_NAMES: Names = {
     "layers.{n+1}.*": "post_layernorm.*",
 }
 
+
+def _t5_names(config: Config) -> Names:
+    """Return the table of T5's names; the blocks of the encoder are counted by n, and here those of the decoder too."""
+    depth = config.get("num_decoder_layers") or config.get("num_layers") or 0
+    table = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    names: dict[str, Any] = {
+        "layers.0.weight": "shared.weight",
+        "layers.1.weight": f"encoder.{table}",
+        "layers.{n+2}.weight": "encoder.final_layer_norm.weight",
+        "layers.{n+4}.weight": f"decoder.{table}",
+        f"layers.{{n+{5 + depth}}}.weight": "decoder.final_layer_norm.weight",
+        f"layers.{{n+{6 + depth}}}.weight": "lm_head.weight",
+    }
+    blocks: list[tuple[str, str, tuple[str, ...]]] = [("{i+2}", "encoder.block.{i}.layer", ("attention",))]
+    blocks += [(f"{{n+{5 + i}}}", f"decoder.block.{i}.layer", ("attention", "cross")) for i in range(depth)]
+    for layer, at, branches in blocks:
+        for n, branch in enumerate(branches):
+            of, norm = f"{at}.{n}.{('SelfAttention', 'EncDecAttention')[n]}", f"layers.{layer}.norm{n + 1}.weight"
+            names |= {norm: f"{at}.{n}.layer_norm.weight", f"layers.{layer}.{branch}.q.weight": f"{of}.q.weight"}
+            names[f"layers.{layer}.{branch}.kv.weight"] = f"{of}.k.weight", f"{of}.v.weight"
+            names[f"layers.{layer}.{branch}.out.weight"] = f"{of}.o.weight"
+        of = f"{at}.{len(branches)}.DenseReluDense"
+        names[f"layers.{layer}.norm3.weight"] = f"{at}.{len(branches)}.layer_norm.weight"
+        names[f"layers.{layer}.mlp.up.weight"] = f"{of}.wi.weight"
+        names[f"layers.{layer}.mlp.gate_up.weight"] = f"{of}.wi_0.weight", f"{of}.wi_1.weight"
+        names[f"layers.{layer}.mlp.down.weight"] = f"{of}.wo.weight"
+    return names
+
+
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
@@ -180,6 +228,28 @@ def _dino_write(config: EncoderConfig) -> dict[str, Any]:
     return {**_write("dinov2", "Dinov2", config), **written}
 
 
+def _t5_read(config: Config) -> dict[str, Any]:
+    _labels_of(config)  # refuses other classes
+    first = config["model_type"] == "t5"
+    act = config.get("feed_forward_proj", "relu" if first else "gated-gelu")
+    kind, scaled = str(act).removeprefix("gated-"), config.get("tie_word_embeddings") is not False
+    return {
+        "scale_decoder_outputs": first and config.get("scale_decoder_outputs", scaled),
+        "gated": kind != act,
+        "hidden_act": "gelu_new" if act == "gated-gelu" else kind,
+    }
+
+
+def _t5_write(prefix: str, config: T5Config) -> dict[str, Any]:
+    act = "gelu" if config.gated and config.hidden_act == "gelu_new" else config.hidden_act
+    return {
+        "architectures": [f"{prefix}ForConditionalGeneration"],
+        "is_encoder_decoder": True,
+        "scale_decoder_outputs": config.scale_decoder_outputs,
+        "feed_forward_proj": "gated-" * config.gated + act,
+    }
+
+
 _BERT = Family(
     "Bert",
     bert_plan,
@@ -204,6 +274,17 @@ _VIT = Family(
     write=partial(_write, "vit", "ViT"),
     blocks=False,
     unread=("vit.pooler.",),
+)
+_T5 = Family(
+    "T5",
+    t5_plan,
+    T5Config,
+    _t5_names,
+    _T5_KEYS,
+    read=_t5_read,
+    write=partial(_t5_write, "T5"),
+    blocks=False,
+    unread=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.",),
 )
 ENCODERS: dict[str, Family] = {
     "bert": _BERT,
@@ -245,4 +326,6 @@ ENCODERS: dict[str, Family] = {
         write=lambda config: {**_write("siglip_vision_model", "SiglipVision", config), "vision_use_head": False},
         unread=("head.",),
     ),
+    "t5": _T5,
+    "mt5": like(_T5, "MT5", plan=None, write=partial(_t5_write, "MT5")),
 }

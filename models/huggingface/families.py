@@ -12,14 +12,12 @@ from .encoder_families import ENCODERS
 from .family import Family
 from .hybrid_families import HYBRIDS
 from .mixture_families import MIXTURES
-from .sharding_plans import t5_plan
 
 FAMILIES: dict[str, Family] = {
     **DENSE,
     **MIXTURES,
     **HYBRIDS,
     **ENCODERS,
-    "t5": Family("T5", t5_plan, blocks=False),  # known to ``parallelize`` alone
 }
 
 # Multimodal models whose language model is read alone: model_type -> that of their text_config, and the default of

@@ -210,7 +210,8 @@ def open_source(path_or_model: Any, embedding: str | None = None, whole: bool = 
     head = next((name for name in _HEADS if name in source.shapes), None)
     ties = source.config.get("tie_word_embeddings") is not False
     if ties and token is not None and head is not None and not source.is_tied(head, token):
-        source.config = {**source.config, "tie_word_embeddings": False}
+        # The logits of a T5 keep their factor, which would else follow from tie_word_embeddings.
+        source.config = {"scale_decoder_outputs": True, **source.config, "tie_word_embeddings": False}
     return source
 
 

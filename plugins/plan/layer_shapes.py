@@ -22,7 +22,7 @@ from torch import nn
 from ...grid.layout import Layout, layout_of
 from ...models.alibi import Alibi
 from ...models.attention import SelfAttention, ShardedAttention
-from ...models.config import CONFIGS, AnyDecoderConfig, DeepseekConfig, EncoderConfig, TransformerConfig
+from ...models.config import CONFIGS, AnyDecoderConfig, DeepseekConfig, EncoderConfig, T5Config, TransformerConfig
 from ...models.decoder import Projection
 from ...models.deepseek import LatentOptions
 from ...models.layers import ResidualBlock, WithoutNorm
@@ -175,8 +175,9 @@ def layers_of(config: TransformerConfig, shard_tensor: bool = False) -> tuple[La
         ValueError: the model is an encoder, or has recurrent layers, blocks with one branch, a gate of the attention's
             output, or modules that predict further tokens.
     """
-    if isinstance(config, EncoderConfig):
-        raise ValueError("triax plan and triax memory count decoders, and an EncoderConfig is none. Give a decoder's.")
+    if isinstance(config, EncoderConfig | T5Config):
+        kind = type(config).__name__
+        raise ValueError(f"triax plan and triax memory count decoders, and no {kind}. Give a decoder's configuration.")
     if not isinstance(config, (AnyDecoderConfig, DeepseekConfig)):
         known = ", ".join(sorted(CONFIGS))
         raise TypeError(f"the layers of a {type(config).__name__} are unknown. Give one of {known}.")

@@ -36,7 +36,7 @@ from triax.testing.check import check
 from triax.train.methods import distill_loss, grpo_loss, kto_loss, preference_loss, reward_layers, reward_loss
 from triax.train.model import loss_for
 
-from support.toy_families import COMMON, DENSE, HYBRIDS, MIXTURES
+from support.toy_families import COMMON, DENSE, HYBRIDS, MIXTURES, T5
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "proved.md"
 AXES = ("pipe", "data", "context", "tensor", "expert")
@@ -59,7 +59,9 @@ def settings(kind: str) -> dict[str, Any]:
 
     if kind == "kimi_k2":
         return settings("deepseek_v3") | {"model_type": kind}
-    if kind in MIXTURES:
+    if kind in ("t5", "mt5"):
+        architecture, options = f"{FAMILIES[kind].prefix}ForConditionalGeneration", T5
+    elif kind in MIXTURES:
         family, options = MIXTURES[kind]
         architecture, options = f"{family}ForCausalLM", COMMON | options
     else:
@@ -133,7 +135,7 @@ def cells(kind: str, method: str) -> dict[str, str]:
 
 
 def kinds() -> list[str]:
-    """Every type of decoder that triax has layers for, as config.json has it under ``model_type``."""
+    """Every type with a decoder that triax has layers for, as config.json has it under ``model_type``."""
     return sorted(name for name, each in FAMILIES.items() if each.config not in (None, EncoderConfig))
 
 

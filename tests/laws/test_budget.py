@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.import_reader import library, statements  # found by the line above
 
 BUDGET = {
-    "plugins": 10571,
-    "models": 8743,
+    "plugins": 10572,
+    "models": 9041,
     "engine": 8566,
     "pipe": 7630,
     "compat": 7072,

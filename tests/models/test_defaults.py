@@ -98,6 +98,9 @@ VALUES: dict[str, Any] = {
     "floor_scale": 7,
     "attn_scale": 0.3,
 }
+_T5: dict[str, Any] = {"d_model": 40, "d_kv": 6, "d_ff": 60, "num_decoder_layers": 3, "feed_forward_proj": "silu"}
+_T5 |= {"relative_attention_num_buckets": 12, "relative_attention_max_distance": 50, "dropout_rate": 0.3}
+_T5 |= {"initializer_factor": 0.5, "decoder_start_token_id": 3, "pad_token_id": 2}
 _DELTA: dict[str, Any] = {"head_dim": 16, "linear_num_value_heads": 6, "linear_num_key_heads": 3}
 _DELTA |= {"linear_key_head_dim": 7, "linear_value_head_dim": 9, "linear_conv_kernel_dim": 3}
 _DELTA |= {"layer_types": ["full_attention", *["linear_attention"] * 3]}
@@ -140,6 +143,8 @@ MORE: dict[str, dict[str, Any]] = {
     "dinov2": {"architectures": ["Dinov2ForImageClassification"], "num_labels": 3, "image_size": 12, "patch_size": 3}
     | {"mlp_ratio": 3, "layerscale_value": 0.5},
     "siglip_vision_model": {"architectures": ["SiglipVisionModel"], "image_size": 12, "patch_size": 3},
+    "t5": _T5 | {"architectures": ["T5ForConditionalGeneration"]},
+    "mt5": _T5 | {"architectures": ["MT5ForConditionalGeneration"]},
     "mamba2": {"num_heads": 2, "state_size": 7, "n_groups": 2, "conv_kernel": 3, "use_bias": True}
     | {"use_conv_bias": False, "time_step_limit": [0.2, float("inf")]},
 }

@@ -138,7 +138,7 @@ def test_classes_of_rows_over_a_context_axis_are_refused(ranks: Any) -> None:
 
 
 def test_generation_and_slices_of_an_encoder_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"the model is an encoder \(causal=False\)"):
+    with pytest.raises(ValueError, match=r"the model has an encoder \(causal=False\)"):
         triax.init_inference(module(TINY))
     block: Any = module(TINY).layers["1"]
     assert block.attention.refuses_slices == "attends to later tokens too (causal=False)"

@@ -251,12 +251,14 @@ PROGRAMS: list[tuple[str, list[int]]] = [
     ("masked.py", []),
     ("masked.py", [2, 1, 2]),
     ("images.py", [1, 2, 2]),
+    ("backwards.py", []),
+    ("backwards.py", [2, 1, 2]),
     ("own.py", []),
     ("own.py", [1, 1, 4]),
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes"), some(PROGRAMS, (0, 1, 2, 4, 6, 7, 8)))
+@pytest.mark.parametrize(("name", "sizes"), some(PROGRAMS, (0, 1, 2, 4, 6, 7, 9, 10)))
 def test_the_programs_of_the_models_page_run(ranks: Any, name: str, sizes: list[int], tmp_path: Path) -> None:
     ranks(math.prod(sizes), run_page_program, "models.md", str(tmp_path), name, sizes, timeout=60)
 

@@ -3,6 +3,7 @@
 ``DENSE``: case -> (the family, options). The first case of a family stands for it in the table of docs/models.md.
 ``HYBRIDS``: the same for hybrids of attention and recurrent layers.
 ``MIXTURES``: the same for mixtures of experts, with the name of transformers' classes, and ``COMMON`` options of all.
+``T5``: the options of an encoder-decoder.
 """
 
 from __future__ import annotations
@@ -434,3 +435,5 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": _YARN | {"beta_fast": 2.0, "beta_slow": 0.2}},
     ),
 }
+T5: dict[str, Any] = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 6, "d_ff": 44, "num_layers": 2, "num_heads": 4}
+T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
