@@ -270,8 +270,8 @@ def page(rows: list[tuple[Feature, list[str]]], found: list[tuple[Feature, Featu
     for each, row in rows:
         cells = {place: shown(text) for place, text in zip(PLACES, row, strict=True) if text}
         result = Counter(cells.values()).most_common(1)[0][0]
-        others = [f"{place}: {cell}" for place, cell in cells.items() if cell != result]
-        lines.append(f"| `{each.name}` | {', '.join(map(str, each.stages))} | {result} | {'; '.join(others)} |")
+        exceptions = [f"{place}: {cell}" for place, cell in cells.items() if cell != result]
+        lines.append(f"| `{each.name}` | {', '.join(map(str, each.stages))} | {result} | {'; '.join(exceptions)} |")
     counts = Counter(text for _, _, text in found)
     lines += ["", "## Pairs of options", ""]
     lines += [f"Each pair trained on 2 replicas, in a ZeRO stage in which both have an effect. Of {len(found)} pairs,"]
