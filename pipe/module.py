@@ -298,6 +298,20 @@ class PipelineModule(nn.Module):
                 "call model.fill() before you change weights, or leave out device='meta'"
             )
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """Read by ``DistributedDataParallel`` when it takes a module: it can take the whole model only.
+
+        Raises:
+            TypeError: the grid has stages or tensor shards.
+        """
+        if self.grid.data.size == self.grid.size:
+            return []
+        raise TypeError(
+            f"DistributedDataParallel and accelerate's prepare cannot take a PipelineModule on {self.grid}: its ranks "
+            "have other parts of the model. Give it to triax.Engine, which adds up the replicas' gradients."
+        )
+
     def run_stage(
         self,
         stage: int,
