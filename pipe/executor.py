@@ -420,15 +420,17 @@ class Executor:
         ):
             # Values between layers of one stage are checked too, for grids that cut the list there.
             checked = stage, run.kind(index)
-            self._module.check_hook = None if checked in self._checked else flatten
+            if checks := checked not in self._checked:
+                self._module.check_hook = flatten
             layers = partial(self._module.run_stage, stage, fields=microbatch.fields, without_head=with_head)
             with self._spans("stage"):
                 if (stage, index) in run.facts.recomputed:
                     value, again = self._run_to_recompute(stage, layers, value, named)
                 else:
                     value, again = layers(value, losses=named), None
-            self._module.check_hook = None
-            self._checked.add(checked)
+            if checks:
+                self._module.check_hook = None
+                self._checked.add(checked)
             if not last:
                 if run.facts.training:
                     value = joined(value)

@@ -202,7 +202,7 @@ class MicrobatchFeed:
         except TypeError as error:
             raise _BadData(f"the inputs of microbatch {index}: {error}") from error
         samples = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
-        fields = self._field_schema_id(index, item) if self._module.is_first else 0
+        fields = self._field_schema_id(index, item) if self._messages.names and self._module.is_first else 0
         tokens = tensors[0].shape[1] if tensors and tensors[0].dim() > 1 else 0
         return item, Format(self._schemas.setdefault(schema, len(self._schemas)), samples, fields, tokens)
 

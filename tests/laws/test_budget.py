@@ -23,7 +23,7 @@ BUDGET = {
     "plugins": 10572,
     "models": 9041,
     "engine": 8566,
-    "pipe": 7638,
+    "pipe": 7640,
     "compat": 7072,
     "zero": 5870,
     "grid": 4839,
