@@ -21,19 +21,14 @@ Act = Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_bloom", "re
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class RopeFields(TransformerConfig):
-    """Kinds of the blocks, and rotary positions, which may be others in blocks with a sliding window."""
+class TypeFields(TransformerConfig):
+    """Kinds of the blocks."""
 
     layer_types: tuple[str, ...] = option(
         (),
         "For each block sliding_attention, with sliding_window, chunked_attention, with attention_chunk_size, "
         "full_attention, or linear_attention, with a recurrent layer in place of attention; with one_branch also mlp; "
         "(): all blocks have attention, with the window or the chunks if there are any.",
-    )
-    rope_theta: float = option(1e4, "Base of the rotary wavelengths (Su et al. 2021, arXiv:2104.09864).")
-    rope_scaling: Scaling | None = option(None, "Scaling of the rotary frequencies, of rope_scaling.py; None: none.")
-    rope_local_base_freq: float | None = option(
-        None, "This base, unscaled, in blocks with a sliding window; None: rope_theta."
     )
 
     def _check_types(self, *known: str) -> None:
@@ -57,6 +52,17 @@ class RopeFields(TransformerConfig):
         """Return the sliding window of a block, counted from 0, or None."""
         return self.sliding_window if not self.layer_types or self.layer_types[layer] == "sliding_attention" else None
 
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class RopeFields(TypeFields):
+    """Rotary positions, which may be others in blocks with a sliding window."""
+
+    rope_theta: float = option(1e4, "Base of the rotary wavelengths (Su et al. 2021, arXiv:2104.09864).")
+    rope_scaling: Scaling | None = option(None, "Scaling of the rotary frequencies, of rope_scaling.py; None: none.")
+    rope_local_base_freq: float | None = option(
+        None, "This base, unscaled, in blocks with a sliding window; None: rope_theta."
+    )
+
     def rope_of(self, layer: int) -> tuple[float, Scaling | None]:
         """Return base and scaling of the rotary wavelengths of a block, counted from 0."""
         if self.rope_local_base_freq is not None and self.window_of(layer) is not None:
@@ -65,7 +71,7 @@ class RopeFields(TransformerConfig):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class BlockFields(RopeFields):
+class BlockFields(TypeFields):
     """Branches of the blocks, and their norms."""
 
     attention_chunk_size: int | None = option(
@@ -312,7 +318,7 @@ class EndFields(TransformerConfig):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class PositionFields(BlockFields):
+class PositionFields(BlockFields, RopeFields):
     """Positions: rotary, learned, or biases of the scores."""
 
     learned_positions: bool = option(

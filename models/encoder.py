@@ -74,7 +74,7 @@ def encoder_layers(config: EncoderConfig, sequence_parallel: bool = False, atten
     common: dict[str, Any] = {"sequence_parallel": sequence_parallel}
     width, masked = config.hidden_size, config.predicts_masked
     tied = partial(TiedLayerSpec, "embed") if masked and config.tie_word_embeddings else LayerSpec
-    count, before = config.num_hidden_layers, config.norm_place == "before"
+    count, before = config.num_hidden_layers, config.norm_place != "sum"
     blocks = [LayerSpec(EncoderBlock, config, layer, attention=attention, **common) for layer in range(count)]
     norm = [LayerSpec(EncoderNorm, width, config.norm_epsilon, bias=config.norm_bias, **common)] * before
     inits: dict[str, Any] = {"init": Normal(config.initializer_range), "bias_init": Constant(0.0)}
@@ -139,9 +139,9 @@ class TextEmbedding(TokenEmbedding):
         super().__init__(config.vocab_size, width, init=init, **common)
         layout = Layout((config.type_vocab_size, width), partial=sequence_parallel and grid.tensor.size > 1)
         self.types = sharded_parameter(layout, init, rank=0, size=1) if config.type_vocab_size else None
-        learned, normed = config.learned_positions, config.norm_place == "sum" or config.embedding_norm
+        learned, norm = config.learned_positions, partial(LayerNorm, bias=config.norm_bias, **common)
         self.positions = PositionEmbedding(config, config.position_offset, **common) if learned else None
-        self.norm = LayerNorm(width, config.norm_epsilon, bias=config.norm_bias, **common) if normed else None
+        self.norm = norm(width, config.norm_epsilon) if config.norm_place != "before" else None
         self.dropout = dropout(config.dropout, grid, sequence_parallel)
 
     def forward(self, inputs: Any) -> Any:
@@ -280,9 +280,9 @@ class EncoderBlock(ResidualBlock):
             ),
             make_mlp=partial(mlp, activation=config.hidden_act, bias=config.mlp_bias),
             make_post_norm=partial(LayerScale, config.layer_scale) if config.layer_scale else None,
-            norm_place="both" if config.layer_scale else config.norm_place,
+            norm_place="both" if config.layer_scale else "sum" if config.norm_place == "sum" else "before",
         )
-        if config.embedding_norm and not layer:
+        if config.norm_place == "embedding" and not layer:
             self.norm1 = None
 
 

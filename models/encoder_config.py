@@ -44,13 +44,11 @@ class EncoderConfig(BiasFields, MLPFields, RopeFields):
         least=0,
     )
     pooler: bool = option(True, "A linear layer and tanh in front of the classes, if there are any.")
-    norm_place: Literal["before", "sum"] = option(
+    norm_place: Literal["before", "sum", "embedding"] = option(
         "sum",
-        "Norms are behind the sum of a branch and its input, and behind the embeddings (BERT), or before each branch "
-        "and before the head (ViT).",
-    )
-    embedding_norm: bool = option(
-        False, "A norm is behind the embeddings in place of that before the first attention (ModernBERT)."
+        "Norms are behind the sum of a branch and its input, and behind the embeddings (BERT); before each branch and "
+        "before the head (ViT); or embedding: the same, but behind the embeddings in place of before the first "
+        "attention (ModernBERT).",
     )
     norm_bias: bool = option(True, "Norms have a bias.")
     layer_scale: float = option(
@@ -91,10 +89,10 @@ class EncoderConfig(BiasFields, MLPFields, RopeFields):
                 f"num_attention_heads={heads} does not divide hidden_size={width}. Give hidden_size={fits}."
             )
         self._check_types("sliding_attention", "full_attention")
-        text, before = not self.image_size, self.norm_place == "before"
+        text = not self.image_size
         for name, given, holds, needed in (
-            ("layer_scale", self.layer_scale, before, "norm_place='before'"),
-            ("embedding_norm", self.embedding_norm, text and before, "norm_place='before' and image_size=0"),
+            ("layer_scale", self.layer_scale, self.norm_place == "before", "norm_place='before'"),
+            ("norm_place", self.norm_place == "embedding", text, "image_size=0"),
             ("mean_pool", self.mean_pool, not self.pooler, "pooler=False"),
             ("classifier_pooling", self.classifier_pooling, text and not self.pooler, "pooler=False and image_size=0"),
             ("learned_positions", not self.learned_positions, text and not width // heads % 2, "text, and even heads"),
@@ -124,7 +122,7 @@ class EncoderConfig(BiasFields, MLPFields, RopeFields):
     @property
     def layer_count(self) -> int:
         """Number of entries in the model's list of layers: embedding, blocks, any norm, and one or two of the head."""
-        return self.num_hidden_layers + 2 + (self.norm_place == "before") + self.predicts_masked
+        return self.num_hidden_layers + 2 + (self.norm_place != "sum") + self.predicts_masked
 
     @property
     def residual_std(self) -> float:

@@ -97,7 +97,7 @@ MIXTRAL_PRESETS: Presets = {
 _BERT_LARGE = _shape(1024, 24, 16, intermediate_size=4096, dropout=0.1)
 _ROBERTA: dict[str, Any] = {"vocab_size": 50265, "layer_norm_eps": 1e-5, "type_vocab_size": 1, "position_offset": 2}
 _MODERN: dict[str, Any] = {"vocab_size": 50368, "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "gated": True}
-_MODERN |= {"norm_place": "before", "embedding_norm": True, "learned_positions": False, "type_vocab_size": 0}
+_MODERN |= {"norm_place": "embedding", "learned_positions": False, "type_vocab_size": 0}
 _MODERN |= {"classifier_pooling": "mean", "sliding_window": 65, "rope_theta": 1.6e5, "rope_local_base_freq": 1e4}
 _MODERN |= dict.fromkeys(("norm_bias", "head_bias", "qkv_bias", "out_bias", "mlp_bias", "pooler"), False)
 _LOCAL: tuple[str, ...] = ("full_attention", "sliding_attention", "sliding_attention")

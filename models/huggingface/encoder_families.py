@@ -346,10 +346,9 @@ ENCODERS: dict[str, Family] = {
         EncoderConfig,
         _modern_names,
         _MODERN_KEYS,
-        {"norm_place": "before", "embedding_norm": True, "learned_positions": False, "type_vocab_size": 0}
-        | {"pooler": False, "gated": True},
+        {"norm_place": "embedding", "learned_positions": False, "type_vocab_size": 0, "pooler": False, "gated": True},
         _MODERN_ONLY,
-        {"rope_theta": 1.6e5, "rope_local_base_freq": 1e4},
+        {"rope_theta": 1.6e5, "rope_local_base_freq": 1e4, "rotary_emb_base": 1.6e5},  # of global_rope_theta
         ("linear", "yarn"),
         window="types",
         window_size=128,
@@ -357,7 +356,7 @@ ENCODERS: dict[str, Family] = {
         read=_modern_read,
         write=_modern_write,
         blocks=False,
-        aliases={"global_rope_theta": "rope_theta", "local_rope_theta": "rope_local_base_freq"}
+        aliases={"global_rope_theta": "rotary_emb_base", "local_rope_theta": "rope_local_base_freq"}
         | {"local_attention": "sliding_window"},
         unread=("decoder.weight",),
     ),
