@@ -139,9 +139,9 @@ class TextEmbedding(TokenEmbedding):
         super().__init__(config.vocab_size, width, init=init, **common)
         layout = Layout((config.type_vocab_size, width), partial=sequence_parallel and grid.tensor.size > 1)
         self.types = sharded_parameter(layout, init, rank=0, size=1) if config.type_vocab_size else None
-        learned, norm = config.learned_positions, partial(LayerNorm, bias=config.norm_bias, **common)
+        learned, norm = config.learned_positions, partial(LayerNorm, width, config.norm_epsilon, bias=config.norm_bias)
         self.positions = PositionEmbedding(config, config.position_offset, **common) if learned else None
-        self.norm = norm(width, config.norm_epsilon) if config.norm_place != "before" else None
+        self.norm = norm(**common) if config.norm_place != "before" else None
         self.dropout = dropout(config.dropout, grid, sequence_parallel)
 
     def forward(self, inputs: Any) -> Any:

@@ -36,8 +36,8 @@ _IMAGE_KEYS |= {"image_size": 224, "patch_size": 16, "num_channels": 3}
 _MODERN_KEYS: dict[str, Key] = COMMON | BIASES | {"tie_word_embeddings": True, "layer_norm_eps": ("norm_eps", 1e-5)}
 _MODERN_KEYS |= {"norm_bias": False, "head_bias": ("classifier_bias", False)}
 _MODERN_KEYS |= {"classifier_pooling": ("classifier_pooling", "cls")}
-_MODERN_ONLY = dict[str, tuple[Any, ...]].fromkeys(("hidden_activation", "classifier_activation"), ("gelu",))
-_MODERN_ONLY |= dict.fromkeys(("tie_word_embeddings", "decoder_bias"), (True,)) | {"rope_scaling": (None,)}
+_MODERN_ONLY: dict[str, tuple[Any, ...]] = {"tie_word_embeddings": (True,), "rope_scaling": (None,)}
+_MODERN_ONLY |= {"decoder_bias": (True,), "hidden_activation": ("gelu",), "classifier_activation": ("gelu",)}
 _MODERN_ONLY |= dict.fromkeys([f"{part}_dropout" for part in ("embedding", "attention", "mlp", "classifier")], (0.0,))
 _T5_KEYS: dict[str, Key] = {
     "vocab_size": "vocab_size",
@@ -101,9 +101,9 @@ def _modern_names(config: Config) -> Names:
     """Return the table of ModernBERT's names: queries, keys and values are the rows of one tensor."""
     at, first, width = "model.layers.{i}", "model.embeddings.tok_embeddings.weight", config["hidden_size"]
     head = "layers.{n+2}.transform" if _labels_of(config) else "layers.{n+2}"
-    ends = (("layers.{n+2}.out.*", "classifier.*"),)
+    ends = {"layers.{n+2}.out.*": "classifier.*"}
     if not _labels_of(config):
-        ends = (("layers.{n+3}.weight", first), ("layers.{n+3}.bias", "decoder.bias"))
+        ends = {"layers.{n+3}.weight": first, "layers.{n+3}.bias": "decoder.bias"}
     return {
         "layers.0.weight": first,
         "layers.0.norm.*": "model.embeddings.norm.*",
@@ -120,7 +120,7 @@ def _modern_names(config: Config) -> Names:
         "layers.{n+1}.*": "model.final_norm.*",
         f"{head}.dense.*": "head.dense.*",
         f"{head}.norm.*": "head.norm.*",
-        **dict(ends),
+        **ends,
     }
 
 

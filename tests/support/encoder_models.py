@@ -85,7 +85,7 @@ def random_case(seed: int, family: str = "") -> Case:
 
 
 def _random_modern(draw: random.Random, heads: int) -> dict[str, Any]:
-    scaling = draw.choice([{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.5}])
+    scaling: dict[str, Any] = draw.choice([{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.5}])
     scaling = draw.choice([scaling, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10}])
     ropes = {"full_attention": scaling | {"rope_theta": 500.0}, "sliding_attention": {"rope_theta": 10.0}}
     options: dict[str, Any] = {"hidden_size": 2 * heads * draw.randint(1, 5), "vocab_size": draw.randint(8, 90)}
