@@ -21,8 +21,8 @@ Act = Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_bloom", "re
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class BlockFields(TransformerConfig):
-    """Branches of the blocks, and their norms."""
+class TypeFields(TransformerConfig):
+    """Kinds of the blocks."""
 
     layer_types: tuple[str, ...] = option(
         (),
@@ -30,6 +30,50 @@ class BlockFields(TransformerConfig):
         "full_attention, or linear_attention, with a recurrent layer in place of attention; with one_branch also mlp; "
         "(): all blocks have attention, with the window or the chunks if there are any.",
     )
+
+    def _check_types(self, *known: str) -> None:
+        kinds, depth = set(self.layer_types), self.num_hidden_layers
+        if kinds and len(self.layer_types) != depth:
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers is {depth}. Give one for each "
+                "block."
+            )
+        if unknown := sorted(kinds - set(known)):
+            raise ValueError(f"layer_types has {unknown[0]!r}. Give one of {', '.join(map(repr, known))}.")
+        for kind, name in (("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size")):
+            if kind in kinds and getattr(self, name) is None:
+                raise ValueError(f"layer_types has {kind!r}, but {name} is None. Give its number of tokens.")
+            if kinds and kind in known and kind not in kinds:
+                self._set(**{name: None})
+        if len(kinds) == 1 and not kinds & {"linear_attention", "mlp"}:
+            self._set(layer_types=())
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the sliding window of a block, counted from 0, or None."""
+        return self.sliding_window if not self.layer_types or self.layer_types[layer] == "sliding_attention" else None
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class RopeFields(TypeFields):
+    """Rotary positions, which may be others in blocks with a sliding window."""
+
+    rope_theta: float = option(1e4, "Base of the rotary wavelengths (Su et al. 2021, arXiv:2104.09864).")
+    rope_scaling: Scaling | None = option(None, "Scaling of the rotary frequencies, of rope_scaling.py; None: none.")
+    rope_local_base_freq: float | None = option(
+        None, "This base, unscaled, in blocks with a sliding window; None: rope_theta."
+    )
+
+    def rope_of(self, layer: int) -> tuple[float, Scaling | None]:
+        """Return base and scaling of the rotary wavelengths of a block, counted from 0."""
+        if self.rope_local_base_freq is not None and self.window_of(layer) is not None:
+            return self.rope_local_base_freq, None
+        return self.rope_theta, self.rope_scaling
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class BlockFields(TypeFields):
+    """Branches of the blocks, and their norms."""
+
     attention_chunk_size: int | None = option(
         None, "A token attends within its chunk of this many tokens only (Llama 4); None: no chunks.", least=1
     )
@@ -58,24 +102,9 @@ class BlockFields(TransformerConfig):
     )
 
     def _check_blocks(self) -> None:
-        kinds, depth = set(self.layer_types), self.num_hidden_layers
-        if kinds and len(self.layer_types) != depth:
-            raise ValueError(
-                f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers is {depth}. Give one for each "
-                "block."
-            )
         known = ["sliding_attention", "chunked_attention", "full_attention", "linear_attention"]
-        known += ["mlp"] * self.one_branch
-        if unknown := sorted(kinds - set(known)):
-            raise ValueError(f"layer_types has {unknown[0]!r}. Give one of {', '.join(map(repr, known))}.")
-        for kind, name in (("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size")):
-            if kind in kinds and getattr(self, name) is None:
-                raise ValueError(f"layer_types has {kind!r}, but {name} is None. Give its number of tokens.")
-            if kinds and kind not in kinds:
-                self._set(**{name: None})
-        if len(kinds) == 1 and not kinds & {"linear_attention", "mlp"}:
-            self._set(layer_types=())
-        if ("linear_attention" in kinds) != (self.linear_attention is not None):
+        self._check_types(*known, *["mlp"] * self.one_branch)
+        if ("linear_attention" in self.layer_types) != (self.linear_attention is not None):
             raise ValueError(
                 f"linear_attention is {self.linear_attention}, but layer_types has "
                 f"{self.layer_types.count('linear_attention')} blocks of 'linear_attention'. Give the sizes of these "
@@ -96,10 +125,6 @@ class BlockFields(TransformerConfig):
         """Return the kind of a block, counted from 0: ``attention``, ``linear_attention`` or ``mlp``."""
         kind = self.layer_types[layer] if self.layer_types else ""
         return kind if kind in ("linear_attention", "mlp") else "attention"
-
-    def window_of(self, layer: int) -> int | None:
-        """Return the sliding window of a block, counted from 0, or None."""
-        return self.sliding_window if not self.layer_types or self.layer_types[layer] == "sliding_attention" else None
 
     def chunk_of(self, layer: int) -> int | None:
         """Return the length of the chunks in which a block attends, counted from 0, or None."""
@@ -293,7 +318,7 @@ class EndFields(TransformerConfig):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class PositionFields(BlockFields):
+class PositionFields(BlockFields, RopeFields):
     """Positions: rotary, learned, or biases of the scores."""
 
     learned_positions: bool = option(
@@ -303,11 +328,6 @@ class PositionFields(BlockFields):
         "",
         "Biases of the scores that grow with the position, in place of rotary positions: added to the scores (Bloom), "
         "or rounded to bfloat16 and multiplied by the factor of the scores (Falcon); empty: none.",
-    )
-    rope_theta: float = option(1e4, "Base of the rotary wavelengths (Su et al. 2021, arXiv:2104.09864).")
-    rope_scaling: Scaling | None = option(None, "Scaling of the rotary frequencies, of rope_scaling.py; None: none.")
-    rope_local_base_freq: float | None = option(
-        None, "This base, unscaled, in blocks with a sliding window; None: rope_theta."
     )
     partial_rotary_factor: float = option(1.0, "Fraction of each head's channels, the first ones, that are rotated.")
     no_rope_layers: tuple[int, ...] = option((), "For each block 1 if it rotates, 0 if not; (): all do.")
@@ -330,9 +350,3 @@ class PositionFields(BlockFields):
         return not (self.learned_positions or self.alibi) and (
             not self.no_rope_layers or bool(self.no_rope_layers[layer])
         )
-
-    def rope_of(self, layer: int) -> tuple[float, Scaling | None]:
-        """Return base and scaling of the rotary wavelengths of a block, counted from 0."""
-        if self.rope_local_base_freq is not None and self.window_of(layer) is not None:
-            return self.rope_local_base_freq, None
-        return self.rope_theta, self.rope_scaling

@@ -1,13 +1,13 @@
-"""Encoders as lists of layers: BERT and RoBERTa (text), ViT, DINOv2 and SigLIP (images).
+"""Encoders as lists of layers: BERT, RoBERTa and ModernBERT (text), ViT, DINOv2 and SigLIP (images).
 
 Their blocks are the decoders' ``ResidualBlock``, in which each token attends to all tokens of its row. The first layer
 turns the fields of a microbatch into embeddings, and the last ones are a head for masked tokens or for classes:
 
     TextEmbedding or ImageEmbedding -> EncoderBlock 0, ... -> (norm) -> MaskedTransform, head, or ClassificationHead
 
-BERT: Devlin et al. 2019, arXiv:1810.04805. RoBERTa: Liu et al. 2019, arXiv:1907.11692. ViT: Dosovitskiy et al. 2021,
-arXiv:2010.11929. Dropout acts on the embeddings, on the output of each branch and in front of the classes, and not on
-the attention probabilities.
+BERT: Devlin et al. 2019, arXiv:1810.04805. RoBERTa: Liu et al. 2019, arXiv:1907.11692. ModernBERT: Warner et al. 2024,
+arXiv:2412.13663. ViT: Dosovitskiy et al. 2021, arXiv:2010.11929. Dropout acts on the embeddings, on the output of each
+branch and in front of the classes, and not on the attention probabilities.
 
 Shapes: B rows of T tokens, D the width, V the vocabulary, C the classes, t the tensor axis's size.
 """
@@ -35,11 +35,12 @@ from ..tensor_parallel.embedding import VocabParallelHead, check_ids
 from ..tensor_parallel.norm import LayerNorm
 from .attention import SelfAttention
 from .config import EncoderConfig
-from .layers import ACTIVATIONS, FinalLayerNorm, ResidualBlock, TokenEmbedding, normalized
+from .layers import ACTIVATIONS, ResidualBlock, TokenEmbedding, normalized
 from .mlp import MLP, GatedMLP
 from .packed import attach, detach
 from .positions import PositionEmbedding
 from .replicated_linear import ReplicatedLinear
+from .rope import Rope
 
 _FIELDS = ("input_ids", "attention_mask", "token_type_ids")
 
@@ -73,9 +74,9 @@ def encoder_layers(config: EncoderConfig, sequence_parallel: bool = False, atten
     common: dict[str, Any] = {"sequence_parallel": sequence_parallel}
     width, masked = config.hidden_size, config.predicts_masked
     tied = partial(TiedLayerSpec, "embed") if masked and config.tie_word_embeddings else LayerSpec
-    blocks = [LayerSpec(EncoderBlock, config, attention=attention, **common)] * config.num_hidden_layers
-    before = config.norm_place == "before"
-    norm = [LayerSpec(FinalLayerNorm, width, config.norm_epsilon, **common)] * before
+    count, before = config.num_hidden_layers, config.norm_place != "sum"
+    blocks = [LayerSpec(EncoderBlock, config, layer, attention=attention, **common) for layer in range(count)]
+    norm = [LayerSpec(EncoderNorm, width, config.norm_epsilon, bias=config.norm_bias, **common)] * before
     inits: dict[str, Any] = {"init": Normal(config.initializer_range), "bias_init": Constant(0.0)}
     return [
         LayerSpec(ImageEmbedding, config, **common) if config.image_size else tied(TextEmbedding, config, **common),
@@ -123,8 +124,8 @@ class TextEmbedding(TokenEmbedding):
 
     Attributes:
         weight: (V / t, D).
-        types: (token types, D), whole on every tensor-parallel rank.
-        positions: the learned positions.
+        types: (token types, D), whole on every tensor-parallel rank; None if there are none.
+        positions: the learned positions, or None.
         norm: LayerNorm, or None.
 
     Raises:
@@ -137,35 +138,39 @@ class TextEmbedding(TokenEmbedding):
         common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
         super().__init__(config.vocab_size, width, init=init, **common)
         layout = Layout((config.type_vocab_size, width), partial=sequence_parallel and grid.tensor.size > 1)
-        self.types = sharded_parameter(layout, init, rank=0, size=1)
-        self.positions = PositionEmbedding(config, config.position_offset, **common)
-        self.norm = LayerNorm(width, config.norm_epsilon, **common) if config.norm_place == "sum" else None
+        self.types = sharded_parameter(layout, init, rank=0, size=1) if config.type_vocab_size else None
+        learned, norm = config.learned_positions, partial(LayerNorm, width, config.norm_epsilon, bias=config.norm_bias)
+        self.positions = PositionEmbedding(config, config.position_offset, **common) if learned else None
+        self.norm = norm(**common) if config.norm_place != "before" else None
         self.dropout = dropout(config.dropout, grid, sequence_parallel)
 
     def forward(self, inputs: Any) -> Any:
         """Embed the tokens, the types and the positions; the inputs are those of ``encoder_layers``."""
-        ids, documents, types = _text_fields(inputs)
-        if self.positions.offset:
+        ids, documents, types = _text_fields(inputs, _FIELDS[:2] if self.types is None else _FIELDS)
+        if self.positions is not None and self.positions.offset:
             _check_padding(ids, documents, self.positions.offset - 1)
         x, documents = detach(super().forward(attach(ids, documents)))
-        x = self.positions.added(x + self._of_types(types, x.shape[1]), documents)
+        if self.types is not None:
+            x = x + self._of_types(self.types, types, x.shape[1])
+        if self.positions is not None:
+            x = self.positions.added(x, documents)
         return attach(self.dropout(normalized(x, self.norm)), documents)
 
-    def _of_types(self, types: Tensor | None, here: int) -> Tensor:
+    def _of_types(self, table: Tensor, types: Tensor | None, here: int) -> Tensor:
         if types is None:
-            return self.types[0]
-        check_ids(types, len(self.types), "token type")
+            return table[0]
+        check_ids(types, len(table), "token type")
         shards = self.axis.size if self.sequence_parallel else 1
         own, start = shard(types, self.context, multiple=shards), here * self.axis.rank if shards > 1 else 0
-        return F.embedding(own[:, start : start + here], self.types)
+        return F.embedding(own[:, start : start + here], table)
 
 
-def _text_fields(inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _text_fields(inputs: Any, known: Sequence[str]) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the ids, the documents and the token types of a microbatch."""
     if not isinstance(inputs, Mapping):
         return *detach(inputs), None
-    if unknown := [name for name in inputs if name not in _FIELDS]:
-        raise ValueError(f"an encoder of text takes {', '.join(_FIELDS)}, not the field {unknown[0]!r}. Leave it out.")
+    if unknown := [name for name in inputs if name not in known]:
+        raise ValueError(f"this encoder of text takes {', '.join(known)}, not the field {unknown[0]!r}. Leave it out.")
     mask = inputs.get("attention_mask")
     return inputs["input_ids"], None if mask is None else (mask == 0).long(), inputs.get("token_type_ids")
 
@@ -248,33 +253,46 @@ class EncoderBlock(ResidualBlock):
 
     Args:
         config: the model's configuration.
+        layer: number of the block, counted from 0.
         grid, sequence_parallel: as for ``ResidualBlock``.
         attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
     """
 
     def __init__(
-        self, config: EncoderConfig, *, grid: Grid, sequence_parallel: bool = False, attention: str = "ring"
+        self, config: EncoderConfig, layer: int, *, grid: Grid, sequence_parallel: bool = False, attention: str = "ring"
     ) -> None:
         heads, mlp = config.num_attention_heads, GatedMLP if config.gated else MLP
-        options: dict[str, Any] = {"bias": config.qkv_bias, "out_bias": config.out_bias, "causal": False}
+        rope = None if config.learned_positions else Rope(config.hidden_size // heads, *config.rope_of(layer))
+        options: dict[str, Any] = {"bias": config.qkv_bias, "out_bias": config.out_bias, "causal": False, "rope": rope}
         super().__init__(
             config,
             grid=grid,
             sequence_parallel=sequence_parallel,
-            make_norm=LayerNorm,
+            make_norm=partial(LayerNorm, bias=config.norm_bias),
             make_attention=partial(
                 SelfAttention,
                 config.hidden_size,
                 heads,
                 kind=attention,
                 kv_heads=heads,
-                window=config.sliding_window,
+                window=config.window_of(layer),
                 **options,
             ),
             make_mlp=partial(mlp, activation=config.hidden_act, bias=config.mlp_bias),
             make_post_norm=partial(LayerScale, config.layer_scale) if config.layer_scale else None,
-            norm_place="both" if config.layer_scale else config.norm_place,
+            norm_place="both" if config.layer_scale else "sum" if config.norm_place == "sum" else "before",
         )
+        if config.norm_place == "embedding" and not layer:
+            self.norm1 = None
+
+
+class EncoderNorm(LayerNorm):
+    """LayerNorm before the head; of ``(x, documents)`` it normalizes x."""
+
+    def forward(self, x: Any) -> Any:
+        """Normalize: (B, T, D) -> (B, T, D)."""
+        x, documents = detach(x)
+        return attach(super().forward(x), documents)
 
 
 class MaskedTransform(nn.Module):
@@ -284,8 +302,8 @@ class MaskedTransform(nn.Module):
         super().__init__()
         width, self.activation = config.hidden_size, ACTIVATIONS[config.hidden_act]
         common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
-        self.dense = ReplicatedLinear(width, width, True, init=Normal(config.initializer_range), **common)
-        self.norm = LayerNorm(width, config.norm_epsilon, **common)
+        self.dense = ReplicatedLinear(width, width, config.head_bias, init=Normal(config.initializer_range), **common)
+        self.norm = LayerNorm(width, config.norm_epsilon, bias=config.norm_bias, **common)
 
     def forward(self, x: Any) -> Tensor:
         """Transform x, or the first of ``(x, documents)``."""
@@ -308,6 +326,8 @@ class Features(nn.Module):
 class ClassificationHead(nn.Module):
     """Classes of each row, from its first token, with ``mean_pool`` also from the mean of its other tokens.
 
+    With ``classifier_pooling`` they are from the first token or from the mean, behind a ``MaskedTransform``.
+
     The input is (B, T, D), or (B, T / t, D) under sequence parallelism, and the output (B, C), equal on every rank.
 
     Args:
@@ -329,14 +349,22 @@ class ClassificationHead(nn.Module):
         common: dict[str, Any] = {"grid": grid, "init": Normal(config.initializer_range)}
         self.dense = ReplicatedLinear(width, width, True, **common) if config.pooler else None
         self.dropout, self.mean_pool = dropout(config.dropout, grid, False), config.mean_pool
+        self.pooling = config.classifier_pooling
+        self.transform = MaskedTransform(config, grid=grid) if self.pooling else None
         self.out = ReplicatedLinear(2 * width if config.mean_pool else width, config.num_labels, True, **common)
 
     def forward(self, x: Any) -> Tensor:
         """Compute the classes of x, or of the first of ``(x, documents)``."""
-        tokens = detach(x)[0] if self.mean_pool else detach(x)[0][:, :1]
+        x, documents = detach(x)
+        tokens = x if self.mean_pool or self.pooling == "mean" else x[:, :1]
         tokens = gather_split(tokens, self.axis, dim=1) if self.sequence_parallel else tokens
         first = torch.cat([tokens[:, 0], tokens[:, 1:].mean(1)], -1) if self.mean_pool else tokens[:, 0]
+        if self.pooling == "mean":
+            seen = torch.ones_like(tokens[..., :1]) if documents is None else (documents == 0)[..., None].to(x.dtype)
+            first = (tokens * seen).sum(1) / seen.sum(1)
         if self.dense is not None:
             first = self.dropout(torch.tanh(self.dense(first)))
+        if self.transform is not None:
+            first = self.dropout(self.transform(first))
         y: Tensor = self.out(first)
         return y

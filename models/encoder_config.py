@@ -7,12 +7,12 @@ from typing import ClassVar, Literal
 
 from ..options.base import option
 from .config_base import TransformerConfig
-from .config_groups import Act, BiasFields, MLPFields
+from .config_groups import Act, BiasFields, MLPFields, RopeFields
 from .presets import ENCODER_PRESETS, Presets
 
 
 @dataclass(frozen=True, repr=False)
-class EncoderConfig(BiasFields, MLPFields):
+class EncoderConfig(BiasFields, MLPFields, RopeFields):
     """Configuration of an encoder: each token attends to all tokens of its row. With the defaults it is BERT-base.
 
     >>> triax.models.EncoderConfig.preset("bert-base").parameter_count
@@ -44,17 +44,28 @@ class EncoderConfig(BiasFields, MLPFields):
         least=0,
     )
     pooler: bool = option(True, "A linear layer and tanh in front of the classes, if there are any.")
-    norm_place: Literal["before", "sum"] = option(
+    norm_place: Literal["before", "sum", "embedding"] = option(
         "sum",
-        "Norms are behind the sum of a branch and its input, and behind the embeddings (BERT), or before each branch "
-        "and before the head (ViT).",
+        "Norms are behind the sum of a branch and its input, and behind the embeddings (BERT); before each branch and "
+        "before the head (ViT); or embedding: the same, but behind the embeddings in place of before the first "
+        "attention (ModernBERT).",
     )
+    norm_bias: bool = option(True, "Norms have a bias.")
     layer_scale: float = option(
         0.0, "Initial value of a learned factor of each channel of a branch's output (DINOv2); 0: none.", least=0.0
     )
     mean_pool: bool = option(False, "Classes are of the first token and the mean of the others, side by side (DINOv2).")
+    classifier_pooling: Literal["", "cls", "mean"] = option(
+        "",
+        "Classes are of the first token (cls) or of the mean of a row (mean), behind the layers that are in front of "
+        "the logits of masked tokens too (ModernBERT); empty: pooler and mean_pool say it.",
+    )
+    head_bias: bool = option(True, "The linear layer in front of the logits of masked tokens has a bias.")
     layer_norm_eps: float = option(1e-12, "Epsilon of each LayerNorm.")
-    type_vocab_size: int = option(2, "Number of token types, such as the first and the second text.", least=1)
+    type_vocab_size: int = option(
+        2, "Number of token types, such as the first and the second text; 0: there are none.", least=0
+    )
+    learned_positions: bool = option(True, "Positions are learned; False: rotary (ModernBERT).")
     position_offset: int = option(
         0, "Rows before the first position in the table of positions: 2 in RoBERTa, whose padding has row 1.", least=0
     )
@@ -77,10 +88,17 @@ class EncoderConfig(BiasFields, MLPFields):
             raise ValueError(
                 f"num_attention_heads={heads} does not divide hidden_size={width}. Give hidden_size={fits}."
             )
-        if self.layer_scale and self.norm_place != "before":
-            raise ValueError(f"layer_scale is {self.layer_scale}, which needs norm_place='before'. Give both.")
-        if self.mean_pool and self.pooler:
-            raise ValueError("mean_pool=True needs pooler=False. Give both.")
+        self._check_types("sliding_attention", "full_attention")
+        text = not self.image_size
+        for name, given, holds, needed in (
+            ("layer_scale", self.layer_scale, self.norm_place == "before", "norm_place='before'"),
+            ("norm_place", self.norm_place == "embedding", text, "image_size=0"),
+            ("mean_pool", self.mean_pool, not self.pooler, "pooler=False"),
+            ("classifier_pooling", self.classifier_pooling, text and not self.pooler, "pooler=False and image_size=0"),
+            ("learned_positions", not self.learned_positions, text and not width // heads % 2, "text, and even heads"),
+        ):
+            if given and not holds:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, which needs {needed}. Give both.")
         if not self.image_size:
             return
         if self.image_size % self.patch_size:
@@ -104,7 +122,7 @@ class EncoderConfig(BiasFields, MLPFields):
     @property
     def layer_count(self) -> int:
         """Number of entries in the model's list of layers: embedding, blocks, any norm, and one or two of the head."""
-        return self.num_hidden_layers + 2 + (self.norm_place == "before") + self.predicts_masked
+        return self.num_hidden_layers + 2 + (self.norm_place != "sum") + self.predicts_masked
 
     @property
     def residual_std(self) -> float:

@@ -96,16 +96,23 @@ MIXTRAL_PRESETS: Presets = {
 
 _BERT_LARGE = _shape(1024, 24, 16, intermediate_size=4096, dropout=0.1)
 _ROBERTA: dict[str, Any] = {"vocab_size": 50265, "layer_norm_eps": 1e-5, "type_vocab_size": 1, "position_offset": 2}
+_MODERN: dict[str, Any] = {"vocab_size": 50368, "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "gated": True}
+_MODERN |= {"norm_place": "embedding", "learned_positions": False, "type_vocab_size": 0}
+_MODERN |= {"classifier_pooling": "mean", "sliding_window": 65, "rope_theta": 1.6e5, "rope_local_base_freq": 1e4}
+_MODERN |= dict.fromkeys(("norm_bias", "head_bias", "qkv_bias", "out_bias", "mlp_bias", "pooler"), False)
+_LOCAL: tuple[str, ...] = ("full_attention", "sliding_attention", "sliding_attention")
 _VIT: dict[str, Any] = {"image_size": 224, "norm_place": "before", "num_labels": 1000, "pooler": False}
 
-# Devlin et al. 2019, arXiv:1810.04805, section 3; Liu et al. 2019, arXiv:1907.11692, table 9; Dosovitskiy et al. 2021,
-# arXiv:2010.11929, table 1; and the configurations released with the weights. The tiny ones
-# are for a laptop, with tokens that are bytes.
+# Devlin et al. 2019, arXiv:1810.04805, section 3; Liu et al. 2019, arXiv:1907.11692, table 9; Warner et al. 2024,
+# arXiv:2412.13663; Dosovitskiy et al. 2021, arXiv:2010.11929, table 1; and the configurations released with the
+# weights. The tiny ones are for a laptop, with tokens that are bytes.
 ENCODER_PRESETS: Presets = {
     "bert-base": _shape(768, 12, 12, dropout=0.1),
     "bert-large": _BERT_LARGE,
     "roberta-base": _shape(768, 12, 12, dropout=0.1, **_ROBERTA),
     "roberta-large": _BERT_LARGE | _ROBERTA,
+    "modernbert-base": _shape(768, 22, 12, intermediate_size=1152, layer_types=(_LOCAL * 8)[:22], **_MODERN),
+    "modernbert-large": _shape(1024, 28, 16, intermediate_size=2624, layer_types=(_LOCAL * 10)[:28], **_MODERN),
     "vit-b-16": _shape(768, 12, 12, **_VIT),
     "vit-l-16": _shape(1024, 24, 16, intermediate_size=4096, **_VIT),
     "vit-h-14": _shape(1280, 32, 16, intermediate_size=5120, patch_size=14, **_VIT),

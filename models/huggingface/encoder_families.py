@@ -8,13 +8,13 @@ from typing import Any
 
 from ..config import EncoderConfig, T5Config
 from .dense_families import number_of
-from .family import COMMON, NO_DROPOUT, SIZES, Config, Family, Key, block_names, like, score_count
-from .names import FolderName, Names, OneRow
+from .family import BIASES, COMMON, NO_DROPOUT, SIZES, Config, Family, Key, block_names, like, score_count
+from .names import FolderName, Names, OneRow, RowsOf
 from .sharding_plans import bert_plan, t5_plan, vit_plan
 
 # Endings of transformers' classes without classes of rows, and with them.
 _ENDINGS = {
-    **dict.fromkeys(("bert", "roberta"), ("ForMaskedLM", "ForSequenceClassification")),
+    **dict.fromkeys(("bert", "roberta", "modernbert"), ("ForMaskedLM", "ForSequenceClassification")),
     "vit": ("", "ForImageClassification"),
     "dinov2": ("Model", "ForImageClassification"),
     "siglip_vision_model": ("Model", ""),
@@ -33,6 +33,12 @@ _TEXT_KEYS |= {"tie_word_embeddings": True, "type_vocab_size": 2, "dropout": ("h
 _IMAGE_KEYS: dict[str, Key] = {name: name for name in (*SIZES[2:], "intermediate_size")} | _KEYS
 _IMAGE_KEYS |= {"dropout": ("hidden_dropout_prob", 0.0), "qkv_bias": True}
 _IMAGE_KEYS |= {"image_size": 224, "patch_size": 16, "num_channels": 3}
+_MODERN_KEYS: dict[str, Key] = COMMON | BIASES | {"tie_word_embeddings": True, "layer_norm_eps": ("norm_eps", 1e-5)}
+_MODERN_KEYS |= {"norm_bias": False, "head_bias": ("classifier_bias", False)}
+_MODERN_KEYS |= {"classifier_pooling": ("classifier_pooling", "cls")}
+_MODERN_ONLY: dict[str, tuple[Any, ...]] = {"tie_word_embeddings": (True,), "rope_scaling": (None,)}
+_MODERN_ONLY |= {"decoder_bias": (True,), "hidden_activation": ("gelu",), "classifier_activation": ("gelu",)}
+_MODERN_ONLY |= dict.fromkeys([f"{part}_dropout" for part in ("embedding", "attention", "mlp", "classifier")], (0.0,))
 _T5_KEYS: dict[str, Key] = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": ("n_positions", 512),
@@ -89,6 +95,33 @@ def _text_names(base: str, masked: tuple[str, str, str], classes: tuple[str, str
 
 _BERT_HEADS = ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias")
 _ROBERTA_HEADS = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias")
+
+
+def _modern_names(config: Config) -> Names:
+    """Return the table of ModernBERT's names: queries, keys and values are the rows of one tensor."""
+    at, first, width = "model.layers.{i}", "model.embeddings.tok_embeddings.weight", config["hidden_size"]
+    head = "layers.{n+2}.transform" if _labels_of(config) else "layers.{n+2}"
+    ends = {"layers.{n+2}.out.*": "classifier.*"}
+    if not _labels_of(config):
+        ends = {"layers.{n+3}.weight": first, "layers.{n+3}.bias": "decoder.bias"}
+    return {
+        "layers.0.weight": first,
+        "layers.0.norm.*": "model.embeddings.norm.*",
+        **block_names(
+            1,
+            norm1=f"{at}.attn_norm.*",
+            attention__q=RowsOf(f"{at}.attn.Wqkv.*", ((0, width),), 3 * width),
+            attention__kv=RowsOf(f"{at}.attn.Wqkv.*", ((width, 3 * width),), 3 * width),
+            attention__out=f"{at}.attn.Wo.*",
+            norm2=f"{at}.mlp_norm.*",
+            mlp__gate_up=f"{at}.mlp.Wi.*",
+            mlp__down=f"{at}.mlp.Wo.*",
+        ),
+        "layers.{n+1}.*": "model.final_norm.*",
+        f"{head}.dense.*": "head.dense.*",
+        f"{head}.norm.*": "head.norm.*",
+        **ends,
+    }
 
 
 def _image_names(base: str, live: str, norms: tuple[str, str], mlp: tuple[str, str]) -> Names:
@@ -223,6 +256,16 @@ def _roberta_write(config: EncoderConfig) -> dict[str, Any]:
     return {**_write("roberta", "Roberta", config), **written}
 
 
+def _modern_read(config: Config) -> dict[str, Any]:
+    """Return the window: local_attention counts the tokens on both sides, and the field those on one and the token."""
+    return {**_read(config), "sliding_window": number_of(config, "local_attention", 128) // 2 + 1}
+
+
+def _modern_write(config: EncoderConfig) -> dict[str, Any]:
+    side = (config.sliding_window or 65) - 1  # transformers sets local_attention by sliding_window too
+    return {**_write("modernbert", "ModernBert", config), "local_attention": 2 * side, "sliding_window": side}
+
+
 def _dino_write(config: EncoderConfig) -> dict[str, Any]:
     written = {"mlp_ratio": config.intermediate_size // config.hidden_size, "use_mask_token": False}
     return {**_write("dinov2", "Dinov2", config), **written}
@@ -296,6 +339,26 @@ ENCODERS: dict[str, Family] = {
         read=_roberta_read,
         write=_roberta_write,
         unread=("roberta.pooler.", "roberta.embeddings.position_ids", "lm_head.decoder."),
+    ),
+    "modernbert": Family(
+        "ModernBert",
+        None,
+        EncoderConfig,
+        _modern_names,
+        _MODERN_KEYS,
+        {"norm_place": "embedding", "learned_positions": False, "type_vocab_size": 0, "pooler": False, "gated": True},
+        _MODERN_ONLY,
+        {"rope_theta": 1.6e5, "rope_local_base_freq": 1e4, "rotary_emb_base": 1.6e5},  # of global_rope_theta
+        ("linear", "yarn"),
+        window="types",
+        window_size=128,
+        slides=lambda config, block: block % number_of(config, "global_attn_every_n_layers", 3, 1) > 0,
+        read=_modern_read,
+        write=_modern_write,
+        blocks=False,
+        aliases={"global_rope_theta": "rotary_emb_base", "local_rope_theta": "rope_local_base_freq"}
+        | {"local_attention": "sliding_window"},
+        unread=("decoder.weight",),
     ),
     "vit": _VIT,
     "dinov2": like(

@@ -139,6 +139,8 @@ MORE: dict[str, dict[str, Any]] = {
     | {"mamba_proj_bias": True, "mamba_conv_bias": False, "attn_layer_indices": [1], "mlp_bias": True},
     "bert": {"architectures": ["BertForSequenceClassification"], "num_labels": 3, "layer_norm_eps": 1e-3},
     "roberta": {"architectures": ["RobertaForMaskedLM"], "pad_token_id": 4, "layer_norm_eps": 1e-3},
+    "modernbert": {"architectures": ["ModernBertForMaskedLM"], "norm_bias": True, "classifier_pooling": "mean"}
+    | {"local_attention": 7, "classifier_bias": True, "mlp_bias": True},
     "vit": {"architectures": ["ViTForImageClassification"], "num_labels": 3, "image_size": 12, "patch_size": 3},
     "dinov2": {"architectures": ["Dinov2ForImageClassification"], "num_labels": 3, "image_size": 12, "patch_size": 3}
     | {"mlp_ratio": 3, "layerscale_value": 0.5},
@@ -296,7 +298,12 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 
 
 @pytest.mark.parametrize(
-    "family", [name for name in KNOWN if "linear" in FAMILIES[name].scalings and FAMILIES[name].rope]
+    "family",
+    [
+        name
+        for name in KNOWN
+        if "linear" in FAMILIES[name].scalings and FAMILIES[name].rope and "rope_scaling" not in FAMILIES[name].only
+    ],
 )
 def test_rope_scaling_wins_over_rope_parameters_as_in_transformers(family: str) -> None:
     """transformers takes rope_scaling where both are there; triax took rope_parameters."""

@@ -22,6 +22,7 @@ from triax.testing.check import check
 
 from support.command_line import run_main
 from support.encoder_models import CASES, batch_of, make
+from support.exact_norms import exact
 from support.toys import same
 
 TINY = EncoderConfig.preset("encoder-tiny")
@@ -83,6 +84,11 @@ def test_a_sliding_window_hides_tokens_on_both_sides() -> None:
             torch.tensor([[5, 1, 6, 1]]),
             "2 tokens are 1, padding without a position. Give attention_mask",
         ),
+        (
+            EncoderConfig.preset("encoder-tiny", type_vocab_size=0),
+            {"input_ids": rows(), "token_type_ids": rows()},
+            "takes input_ids, attention_mask, not the field 'token_type_ids'",
+        ),
         (TINY, rows(1, 65), "the sequence has 65 tokens, but the model has 64 positions"),
         (IMAGES, torch.zeros(2, 3, 12, 8), r"image is \(3, 12, 8\), but the model takes \(3, 8, 8\)"),
     ],
@@ -110,7 +116,13 @@ def test_token_types_beyond_the_table_are_refused() -> None:
             "num_labels is 2, which needs class_token=True",
         ),
         ({"layer_scale": 0.5}, "layer_scale is 0.5, which needs norm_place='before'"),
-        ({"mean_pool": True}, "mean_pool=True needs pooler=False"),
+        ({"mean_pool": True}, "mean_pool is True, which needs pooler=False"),
+        ({"norm_place": "embedding", "image_size": 8, "patch_size": 4}, "norm_place is 'embedding', which needs image"),
+        ({"classifier_pooling": "mean"}, "classifier_pooling is 'mean', which needs pooler=False"),
+        ({"learned_positions": False, "hidden_size": 36}, "learned_positions is False, which needs text, and even"),
+        ({"layer_types": ("full_attention",)}, "layer_types has 1 entries, but num_hidden_layers is 2"),
+        ({"layer_types": ("full_attention", "mlp")}, "layer_types has 'mlp'"),
+        ({"layer_types": ("full_attention", "sliding_attention")}, "but sliding_window is None"),
         ({"norm_place": "after"}, "norm_place"),
         ({"hidden_act": "tanh"}, "hidden_act"),
     ],
@@ -163,7 +175,9 @@ def test_presets_of_encoders_list_as_many_layers_as_they_say(name: str) -> None:
     assert eval(repr(config), {"EncoderConfig": EncoderConfig}) == config
 
 
-@pytest.mark.parametrize(("name", "count"), [("bert-base", 109_514_298), ("roberta-base", 124_697_433)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("bert-base", 109_514_298), ("roberta-base", 124_697_433), ("modernbert-base", 149_655_232)]
+)
 def test_published_encoders_have_the_published_number_of_parameters(name: str, count: int) -> None:
     assert EncoderConfig.preset(name).parameter_count == count
 
@@ -225,6 +239,9 @@ def folder_of(tmp_path: Path, case: str, **changes: Any) -> Path:
         ("bert", {"tie_word_embeddings": False}, "tie_word_embeddings=False is not implemented"),
         ("roberta", {"hidden_act": "relu"}, "hidden_act='relu' is not implemented, only with hidden_act='gelu'"),
         ("roberta", {"pad_token_id": None}, "pad_token_id is None, but must be a whole number"),
+        ("modernbert", {"embedding_dropout": 0.1}, "embedding_dropout=0.1 is not implemented"),
+        ("modernbert", {"classifier_activation": "silu"}, "classifier_activation='silu' is not implemented"),
+        ("modernbert", {"rope_scaling": {"factor": 2.0}}, r"rope_scaling=\{'factor': 2.0\} is not implemented"),
         ("vit", {"architectures": ["ViTModel"]}, "has ViTModel, but of a vit triax has ForImageClassification"),
         ("dinov2", {"use_swiglu_ffn": True}, "use_swiglu_ffn=True is not implemented"),
         ("vit", {"image_size": [8, 12]}, r"image_size is \[8, 12\], but must be of the type int"),
@@ -258,7 +275,7 @@ def test_the_first_bert_files_are_read_by_their_first_names(tmp_path: Path) -> N
         triax.load_hf(folder)
 
 
-@pytest.mark.parametrize("case", ["bert", "roberta", "dinov2-features"])
+@pytest.mark.parametrize("case", ["bert", "roberta", "modernbert", "dinov2-features"])
 def test_a_loaded_encoder_gets_a_head_for_other_classes(tmp_path: Path, case: str) -> None:
     """transformers reads the folder that is written then, with the weights that were loaded and the new head."""
     import transformers
@@ -274,7 +291,9 @@ def test_a_loaded_encoder_gets_a_head_for_other_classes(tmp_path: Path, case: st
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     batch = batch_of(model.config)
     batch.pop("labels")
-    same(found(batch), theirs.eval()(**batch).logits)
+    with exact(theirs):
+        right = theirs.eval()(**batch).logits
+    same(found(batch), right)
     base, kept = theirs.base_model.state_dict(), getattr(model, model.base_model_prefix, model).state_dict()
     assert all(torch.equal(base[name], weight) for name, weight in kept.items())
 

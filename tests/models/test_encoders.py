@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from support.encoder_models import CASES, Case, make, random_case, trained, wanted
+from support.sweeps import some
 
 
 def require_equal(
@@ -62,15 +63,20 @@ def test_encoders_train_as_in_transformers_on_every_axis(
 
 
 def test_encoders_train_with_sequence_parallelism(ranks: Any, tmp_path: Path) -> None:
-    cases = {name: CASES[name] for name in ("bert", "roberta-classes")}
+    cases = {name: CASES[name] for name in ("bert", "roberta-classes", "modernbert", "modernbert-classes")}
     cases["vit"] = Case("ViTForImageClassification", CASES["vit"].options | {"image_size": 12})  # 10 tokens
     require_equal(ranks, tmp_path, cases, (1, 1, 2), sequence_parallel=True)
 
 
-@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 108), marks=pytest.mark.exhaustive)], ids=len)
-def test_random_encoders_equal_those_of_transformers(ranks: Any, tmp_path: Path, seeds: range) -> None:
-    require_equal(ranks, tmp_path, {str(seed): random_case(seed) for seed in seeds}, (1, 1, 2))
+_RANDOM = [("", range(8)), ("ModernBert", range(4)), ("", range(8, 108)), ("ModernBert", range(4, 104))]
+
+
+@pytest.mark.parametrize(("family", "seeds"), some(_RANDOM, kept={0, 1}))
+def test_random_encoders_equal_those_of_transformers(ranks: Any, tmp_path: Path, family: str, seeds: range) -> None:
+    require_equal(ranks, tmp_path, {str(seed): random_case(seed, family) for seed in seeds}, (1, 1, 2))
 
 
 def test_masked_tokens_train_over_a_context_axis(ranks: Any, tmp_path: Path) -> None:
-    require_equal(ranks, tmp_path, {name: CASES[name] for name in ("bert", "roberta")}, (1, 1, 1), context=2)
+    require_equal(
+        ranks, tmp_path, {name: CASES[name] for name in ("bert", "roberta", "modernbert")}, (1, 1, 1), context=2
+    )

@@ -32,6 +32,8 @@ class Case(NamedTuple):
 
 _SIZES: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 3}
 _TEXT = _SIZES | {"vocab_size": 61, "max_position_embeddings": 20, "hidden_dropout_prob": 0.0}
+_MODERN = _SIZES | {"vocab_size": 61, "num_hidden_layers": 4, "local_attention": 5, "pad_token_id": 3}
+_MODERN |= {"rope_parameters": {"full_attention": {"rope_theta": 300.0}, "sliding_attention": {"rope_theta": 20.0}}}
 _IMAGE = _SIZES | {"image_size": 8, "patch_size": 4, "num_labels": 5}
 _DINO = {key: value for key, value in _IMAGE.items() if key != "intermediate_size"}
 _DINO |= {"mlp_ratio": 2, "use_mask_token": False, "layerscale_value": 0.7}
@@ -40,6 +42,10 @@ CASES = {
     "bert-classes": Case("BertForSequenceClassification", _TEXT | {"num_labels": 3}),
     "roberta": Case("RobertaForMaskedLM", _TEXT | {"type_vocab_size": 1}),
     "roberta-classes": Case("RobertaForSequenceClassification", _TEXT | {"num_labels": 4}),
+    "modernbert": Case("ModernBertForMaskedLM", _MODERN),
+    "modernbert-classes": Case(
+        "ModernBertForSequenceClassification", _MODERN | {"num_labels": 4, "classifier_pooling": "mean"}
+    ),
     "vit": Case("ViTForImageClassification", _IMAGE),
     "dinov2": Case("Dinov2ForImageClassification", _DINO),
     "dinov2-features": Case("Dinov2Model", _DINO),
@@ -47,10 +53,10 @@ CASES = {
 }
 
 
-def random_case(seed: int) -> Case:
+def random_case(seed: int, family: str = "") -> Case:
     """Return an encoder with odd sizes, and heads that two tensor ranks share unevenly or evenly."""
     draw = random.Random(seed)
-    heads, kind = draw.randint(2, 5), draw.choice([case.cls for case in CASES.values()])
+    heads, kind = draw.randint(2, 5), draw.choice([case.cls for case in CASES.values() if case.cls.startswith(family)])
     options: dict[str, Any] = {
         "hidden_size": heads * draw.randint(1, 9),
         "intermediate_size": draw.randint(2, 51),
@@ -62,6 +68,8 @@ def random_case(seed: int) -> Case:
         options["hidden_act"] = draw.choice(["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"])
     if "Classification" in kind:
         options["num_labels"] = draw.randint(1, 7)
+    if kind.startswith("ModernBert"):
+        return Case(kind, options | _random_modern(draw, heads))
     if not kind.startswith(("Bert", "Roberta")):
         patch = draw.randint(1, 4)
         options |= {"patch_size": patch, "image_size": patch * draw.randint(1, 4), "num_channels": draw.randint(1, 4)}
@@ -74,6 +82,20 @@ def random_case(seed: int) -> Case:
     options |= {"vocab_size": draw.randint(8, 90), "max_position_embeddings": draw.randint(19, 30)}
     options |= {"type_vocab_size": draw.randint(1, 3), "hidden_dropout_prob": 0.0}
     return Case(kind, options | {"pad_token_id": draw.choice([0, 1, 5])})
+
+
+def _random_modern(draw: random.Random, heads: int) -> dict[str, Any]:
+    scaling: dict[str, Any] = draw.choice([{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.5}])
+    scaling = draw.choice([scaling, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10}])
+    ropes = {"full_attention": scaling | {"rope_theta": 500.0}, "sliding_attention": {"rope_theta": 10.0}}
+    options: dict[str, Any] = {"hidden_size": 2 * heads * draw.randint(1, 5), "vocab_size": draw.randint(8, 90)}
+    options |= {"local_attention": draw.randint(0, 30), "pad_token_id": draw.choice([0, 1, 5]), "hidden_act": "gelu"}
+    options |= {"classifier_pooling": draw.choice(["cls", "mean"]), "rope_parameters": ropes}
+    options |= {"norm_eps": draw.choice([1e-5, 1e-3])}
+    options |= {f"{part}_bias": draw.random() < 0.5 for part in ("norm", "attention", "mlp", "classifier")}
+    depth = draw.randint(1, 5)
+    types = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(depth)]
+    return options | {"num_hidden_layers": depth} | ({"layer_types": types} if draw.random() < 0.6 else {})
 
 
 def make(case: Case) -> Any:
@@ -110,7 +132,9 @@ def batch_of(config: Any) -> dict[str, Tensor]:
     mask = (torch.arange(length) < ends[:, None]).long()
     ids = draw(config.vocab_size - 1, ROWS, length)
     ids = (ids + (ids >= padding)).masked_fill(mask == 0, padding)
-    fields = {"input_ids": ids, "attention_mask": mask, "token_type_ids": draw(config.type_vocab_size, ROWS, length)}
+    fields = {"input_ids": ids, "attention_mask": mask}
+    if hasattr(config, "type_vocab_size"):
+        fields["token_type_ids"] = draw(config.type_vocab_size, ROWS, length)
     if "MaskedLM" in name:
         masked = (torch.rand(ROWS, length, generator=generator) < 0.4) & (mask > 0)
         masked[0, 0] = True
@@ -145,6 +169,11 @@ def by_their_names(gradients: dict[str, Tensor], config: dict[str, Any]) -> dict
     for ours, gradient in gradients.items():
         entry = table[ours]
         names = entry.live or entry.theirs
+        if entry.rows:
+            whole = found.setdefault(names[0], gradient.new_empty(entry.of, *gradient.shape[1:]))
+            for (start, stop), piece in zip(entry.rows, gradient.split([b - a for a, b in entry.rows]), strict=True):
+                whole[start:stop] = piece
+            continue
         for name, piece in zip(names, gradient.chunk(len(names)), strict=True):
             found[name] = piece[None] if entry.one_row else piece
     return found

@@ -164,6 +164,17 @@ def test_types_raise_no_alarm_on_types_of_models(kind: str) -> None:
 ENCODERS = {
     "bert": EncoderConfig.preset("encoder-tiny"),
     "bert-classes": EncoderConfig.preset("encoder-tiny", num_labels=3),
+    "modernbert-classes": EncoderConfig.preset(
+        "modernbert-base",
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        num_labels=3,
+        sliding_window=3,
+        layer_types=("full_attention", "sliding_attention"),
+    ),
     "dinov2": EncoderConfig(
         hidden_size=16,
         num_hidden_layers=2,
