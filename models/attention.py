@@ -20,7 +20,7 @@ With ``causal=False``, in encoders, a token attends to all tokens of its row, or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -358,9 +358,7 @@ class SelfAttention(ShardedAttention):
         return parts_by_heads.unbind()
 
 
-def joint_attention(
-    layers: Sequence[SelfAttention], streams: Sequence[Tensor], rope: Rope, positions: Tensor
-) -> list[Tensor]:
+def joint_attention(layers: list[SelfAttention], streams: list[Tensor], rope: Rope, positions: Tensor) -> list[Tensor]:
     """Attend from the tokens of each stream to those of all streams; each stream has its layer's projections and norms.
 
     Args:
@@ -373,8 +371,7 @@ def joint_attention(
     Returns:
         (B, T_i, D) for each stream.
     """
-    projected = [layer._project(x) for layer, x in zip(layers, streams)]
-    q, k, v = (torch.cat(parts, 2) for parts in zip(*projected))
+    q, k, v = (torch.cat(parts, 2) for parts in zip(*(layer._project(x) for layer, x in zip(layers, streams))))
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k = (x.to(v.dtype) for x in rope(q.to(wide), k.to(wide), positions))
     parts = layers[0]._attended(q, k, v).split([x.shape[1] for x in streams], 1)

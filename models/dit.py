@@ -14,7 +14,6 @@ Shapes: B images of C channels, T patches of p x p, D the width.
 
 from __future__ import annotations
 
-from math import isqrt
 from typing import Any
 
 import torch
@@ -146,16 +145,14 @@ class DiTBlock(nn.Module):
     Args:
         config: the model's configuration.
         grid: grid whose tensor axis shards the heads, the MLP's width and the outputs of ``modulation``.
+        parts: number of the vectors that ``modulation`` makes.
         changes: further options of the attention.
 
     Attributes:
         modulation: linear layer from c to shift, scale and gate of attention, then of the MLP.
-        parts: number of these vectors.
     """
 
-    parts = 6
-
-    def __init__(self, config: DiTConfig | FluxConfig, *, grid: Grid, **changes: Any) -> None:
+    def __init__(self, config: DiTConfig | FluxConfig, *, grid: Grid, parts: int = 6, **changes: Any) -> None:
         super().__init__()
         width = config.hidden_size
         sizes: Any = config
@@ -164,7 +161,7 @@ class DiTBlock(nn.Module):
         self.attention = SelfAttention(width, config.num_attention_heads, grid=grid, **inits, **options)
         init = _glorot(width, config.intermediate_size)
         self.mlp = MLP(sizes, grid=grid, activation="gelu_pytorch_tanh", bias=True, init=init, out_init=init)
-        self.modulation = modulation(width, self.parts, grid)
+        self.modulation = modulation(width, parts, grid)
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Run the block on the tokens (B, T, D); the vector c (B, D) stays as it is."""
@@ -198,7 +195,7 @@ class DiTHead(nn.Module):
         """Compute the prediction."""
         x, c = pair
         y = self.linear(modulated(x, *self.modulation(c)[:, None].chunk(2, -1)))
-        form, side = "b (h w) (p q c) -> b c (h p) (w q)", isqrt(y.shape[1])
+        form, side = "b (h w) (p q c) -> b c (h p) (w q)", round(y.shape[1] ** 0.5)
         image: Tensor = rearrange(y, form, h=side, p=self.patch, q=self.patch)
         return image
 

@@ -19,37 +19,27 @@ from .dit_config import DiTConfig
 from .flux_config import FluxConfig
 
 _BLOCK = {
-    "attention.qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-    "attention.out": ("attn1.to_out.0",),
-    "mlp.up": ("ff.net.0.proj",),
-    "mlp.down": ("ff.net.2",),
-    "modulation": ("norm1.linear",),
+    "attention.qkv": "attn1.to_q attn1.to_k attn1.to_v",
+    "attention.out": "attn1.to_out.0",
+    "mlp.up": "ff.net.0.proj",
+    "mlp.down": "ff.net.2",
+    "modulation": "norm1.linear",
 }
 _TIME = {"time_up": "timestep_embedder.linear_1", "time_down": "timestep_embedder.linear_2"}
-_FLUX_NORMS = {"attention.q_norm": ("attn.norm_q",), "attention.k_norm": ("attn.norm_k",)}
-_FLUX_DOUBLE = {
-    f"image.{ours}": tuple(part.replace("attn1", "attn") for part in parts) for ours, parts in _BLOCK.items()
-}
-_FLUX_DOUBLE |= {f"image.{ours}": parts for ours, parts in _FLUX_NORMS.items()}
-_FLUX_DOUBLE |= {
-    "text.attention.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-    "text.attention.out": ("attn.to_add_out",),
-    "text.attention.q_norm": ("attn.norm_added_q",),
-    "text.attention.k_norm": ("attn.norm_added_k",),
-    "text.mlp.up": ("ff_context.net.0.proj",),
-    "text.mlp.down": ("ff_context.net.2",),
-    "text.modulation": ("norm1_context.linear",),
-}
-_FLUX_SINGLE = {
-    "attention.qkv": _FLUX_DOUBLE["image.attention.qkv"],
-    "mlp.up": ("proj_mlp",),
-    "mlp.down": ("proj_out",),
-}
-_FLUX_SINGLE |= {"modulation": ("norm.linear",), **_FLUX_NORMS}
-_FLUX_FIRST = {"patches": ("x_embedder",), "text": ("context_embedder",)}
-_FLUX_LAST = {"modulation": ("norm_out.linear",), "linear": ("proj_out",)}
-_FLUX_VECTORS = ("timestep_embedder", "text_embedder", "guidance_embedder")
 
+_FLUX_NORMS = {"attention.q_norm": "attn.norm_q", "attention.k_norm": "attn.norm_k"}
+_FLUX_SINGLE = {"attention.qkv": "attn.to_q attn.to_k attn.to_v", "mlp.up": "proj_mlp", "modulation": "norm.linear"}
+_FLUX_SINGLE |= {"attention.out mlp.down": "proj_out", **_FLUX_NORMS}
+_FLUX_DOUBLE = {f"image.{ours}": theirs.replace("attn1", "attn") for ours, theirs in (_BLOCK | _FLUX_NORMS).items()}
+_FLUX_DOUBLE |= {
+    "text.attention.qkv": "attn.add_q_proj attn.add_k_proj attn.add_v_proj",
+    "text.attention.out": "attn.to_add_out",
+    "text.attention.q_norm": "attn.norm_added_q",
+    "text.attention.k_norm": "attn.norm_added_k",
+    "text.mlp.up": "ff_context.net.0.proj",
+    "text.mlp.down": "ff_context.net.2",
+    "text.modulation": "norm1_context.linear",
+}
 _Names = Iterator[tuple[list[str], list[str], bool]]
 
 
@@ -71,22 +61,24 @@ def _dit_names(config: DiTConfig) -> _Names:
             yield [f"layers.0.{ours}.{kind}"], [f"{name}.{theirs}.{kind}" for name in copies], True
         for i, block in enumerate(blocks):
             for ours, parts in _BLOCK.items():
-                yield [f"layers.{i + 1}.{ours}.{kind}"], [f"{block}.{part}.{kind}" for part in parts], False
+                yield [f"layers.{i + 1}.{ours}.{kind}"], [f"{block}.{part}.{kind}" for part in parts.split()], False
         yield [f"layers.{last}.modulation.{kind}"], [f"proj_out_1.{kind}"], False
         yield [f"layers.{last}.linear.{kind}"], [f"proj_out_2.{kind}"], False
 
 
 def _flux_names(config: FluxConfig) -> _Names:
-    first = dict(_FLUX_FIRST)
-    for i, name in enumerate(_FLUX_VECTORS[: 2 + config.guidance_embeds]):
-        first |= {f"{ours}.{i}": (f"time_text_embed.{name}.linear_{n}",) for n, ours in ((1, "up"), (2, "down"))}
+    first = {"patches": "x_embedder", "text": "context_embedder"}
+    for i, name in enumerate(("timestep", "text", "guidance")[: 2 + config.guidance_embeds]):
+        first |= {f"{ours}.{i}": f"time_text_embed.{name}_embedder.linear_{n}" for n, ours in ((1, "up"), (2, "down"))}
+    last = {"modulation": "norm_out.linear", "linear": "proj_out"}
     double = [(f"transformer_blocks.{i}.", _FLUX_DOUBLE) for i in range(config.num_double_layers)]
     single = [(f"single_transformer_blocks.{i}.", _FLUX_SINGLE) for i in range(config.num_single_layers)]
-    for i, (block, table) in enumerate([("", first), *double, *single, ("", _FLUX_LAST)]):
-        for ours, parts in table.items():
-            for kind in ("weight",) if "_norm" in ours else ("weight", "bias"):
-                both = ["attention.out", ours] if (block and kind == "weight" and parts == ("proj_out",)) else [ours]
-                yield [f"layers.{i}.{name}.{kind}" for name in both], [f"{block}{part}.{kind}" for part in parts], False
+    for i, (block, table) in enumerate([("", first), *double, *single, ("", last)]):
+        for ours, theirs in table.items():
+            parts, names = theirs.split(), ours.split()
+            yield [f"layers.{i}.{name}.weight" for name in names], [f"{block}{part}.weight" for part in parts], False
+            if "_norm" not in ours:  # one bias serves two weights whose products are added
+                yield [f"layers.{i}.{names[-1]}.bias"], [f"{block}{part}.bias" for part in parts], False
 
 
 def dit_from_diffusers(config: DiTConfig | FluxConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -104,12 +96,12 @@ def dit_from_diffusers(config: DiTConfig | FluxConfig, weights: Mapping[str, Ten
     found: dict[str, Tensor] = {}
     for ours, theirs, copies in _names(config):
         parts = [weights[name] for name in theirs]
-        other = next((n for n, part in zip(theirs, parts) if copies and not part.equal(parts[0])), None)
+        other = next((n for n, part in zip(theirs, parts, strict=True) if copies and not part.equal(parts[0])), None)
         if other is not None:
             raise ValueError(f"{other} differs from {theirs[0]}, but a DiT has one embedding. Make the copies equal.")
         whole = parts[0] if copies else torch.cat(parts)
         widths = [config.hidden_size, config.intermediate_size] if len(ours) == 2 else [whole.shape[-1]]
-        found |= zip(ours, whole.split(widths, -1))
+        found |= zip(ours, whole.split(widths, -1), strict=True)
     return found
 
 
@@ -124,5 +116,5 @@ def dit_to_diffusers(config: DiTConfig | FluxConfig, weights: Mapping[str, Tenso
     for ours, theirs, copies in _names(config):
         whole = torch.cat([weights[name] for name in ours], -1)
         parts = [whole] * len(theirs) if copies else whole.chunk(len(theirs))
-        found |= zip(theirs, (part.clone() for part in parts))
+        found |= zip(theirs, (part.clone() for part in parts), strict=True)
     return found

@@ -18,7 +18,6 @@ Shapes: B images of C channels, h x w patches of p x p, T text tokens, D the wid
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,9 +35,7 @@ from .flux_config import FluxConfig
 from .replicated_linear import ReplicatedLinear
 from .rope import Rope
 
-_EPSILON = 1e-6  # of the norms of queries and keys
 _NORMAL, _ZERO = Normal(0.02), Constant(0.0)
-Streams = tuple[Tensor, Tensor, Tensor]  # text (B, T, D), image (B, h, w, D), c (B, D)
 
 
 def flux_layers(config: FluxConfig) -> list[LayerSpec]:
@@ -87,20 +84,18 @@ class FluxEmbedding(nn.Module):
         super().__init__()
         check_axes("Flux", config, grid)
         width, self.patch = config.hidden_size, config.patch_size
-        replicated: Any = partial(ReplicatedLinear, bias=True, grid=grid, init=_NORMAL)
-        self.patches = replicated(self.patch**2 * config.num_channels, width)
-        self.text = replicated(config.joint_attention_dim, width)
+        self.patches = ReplicatedLinear(self.patch**2 * config.num_channels, width, True, grid=grid, init=_NORMAL)
+        self.text = ReplicatedLinear(config.joint_attention_dim, width, True, grid=grid, init=_NORMAL)
         how: dict[str, Any] = {"grid": grid, "unit": 1, "init": _NORMAL, "bias_init": _ZERO}
         inputs = [FREQUENCIES, config.pooled_projection_dim, FREQUENCIES][: 2 + config.guidance_embeds]
         self.up = nn.ModuleList(ColumnParallelLinear(count, width, **how) for count in inputs)
         self.down = nn.ModuleList(RowParallelLinear(width, width, **how) for _ in inputs)
 
-    def forward(self, inputs: tuple[Tensor, Tensor, tuple[Tensor, ...]]) -> Streams:
+    def forward(self, inputs: tuple[Tensor, Tensor, tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
         """Embed the images, times and texts."""
         images, time, (text, pooled, *guidance) = inputs
         pixels = rearrange(images, "b c (h p) (w q) -> b h w (c p q)", p=self.patch, q=self.patch)
-        scales = [time_waves(1000 * scale, text.dtype) for scale in guidance]
-        vectors = [time_waves(time, text.dtype), pooled, *scales]
+        vectors = [time_waves(time, text.dtype), pooled, *(time_waves(1000 * x, text.dtype) for x in guidance)]
         embedded = [down(F.silu(up(x))) for up, down, x in zip(self.up, self.down, vectors)]
         return self.text(text), self.patches(pixels), F.silu(torch.stack(embedded).sum(0))
 
@@ -118,8 +113,7 @@ class AxialRope(Rope):
 
     def angles(self, positions: Tensor, length: int = 0) -> Tensor:
         """Return the rotation angles (..., head_dim / 2) at positions (..., number of axes), in float64."""
-        axes = zip(positions.unbind(-1), self.dims)
-        return torch.cat([angles_of(place, dim // 2, torch.float64) for place, dim in axes], -1)
+        return torch.cat([angles_of(at, n // 2, torch.float64) for at, n in zip(positions.unbind(-1), self.dims)], -1)
 
     def positions(self, text: Tensor, image: Tensor) -> Tensor:
         """Return the positions of the tokens of a text (B, T, D), then of an image (B, h, w, D): (1, T + h w, 3)."""
@@ -131,6 +125,8 @@ class AxialRope(Rope):
 class FluxDoubleBlock(nn.Module):
     """Joint attention, and an MLP for each stream: (text, image, c) -> (text, image, c).
 
+    text is (B, T, D), image (B, h, w, D) and c (B, D).
+
     Args:
         config: the model's configuration.
         grid: grid whose tensor axis shards heads, MLPs and the outputs of the modulations.
@@ -141,17 +137,16 @@ class FluxDoubleBlock(nn.Module):
 
     def __init__(self, config: FluxConfig, *, grid: Grid) -> None:
         super().__init__()
-        self.text, self.image = (DiTBlock(config, grid=grid, qk_norm=_EPSILON) for _ in range(2))
+        self.text, self.image = (DiTBlock(config, grid=grid, qk_norm=1e-6) for _ in range(2))
         self.rope = AxialRope(config.axes_dims_rope)
 
-    def forward(self, inputs: Streams) -> Streams:
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Run the block."""
         text, image, c = inputs
         blocks, streams, outputs = (self.text, self.image), (text, image.flatten(1, 2)), []
         parts = [block.modulation(c)[:, None].chunk(6, -1) for block in blocks]
-        normalized = [modulated(x, *part[:2]) for x, part in zip(streams, parts)]
-        layers = [block.attention for block in blocks]
-        attended = joint_attention(layers, normalized, self.rope, self.rope.positions(text, image))
+        normed = [modulated(x, *part[:2]) for x, part in zip(streams, parts)]
+        attended = joint_attention([b.attention for b in blocks], normed, self.rope, self.rope.positions(text, image))
         for block, x, y, (_, _, gate1, shift, scale, gate2) in zip(blocks, streams, attended, parts):
             x = x + gate1 * y
             outputs.append(x + gate2 * block.mlp(modulated(x, shift, scale)))
@@ -168,10 +163,8 @@ class FluxSingleBlock(DiTBlock):
         grid: grid whose tensor axis shards the heads, the MLP's width and the outputs of ``modulation``.
     """
 
-    parts = 3
-
     def __init__(self, config: FluxConfig, *, grid: Grid) -> None:
-        super().__init__(config, grid=grid, qk_norm=_EPSILON, out_bias=False)
+        super().__init__(config, grid=grid, parts=3, qk_norm=1e-6, out_bias=False)
         self.rope = AxialRope(config.axes_dims_rope)
 
     def forward(self, inputs: Any) -> Any:
@@ -182,8 +175,7 @@ class FluxSingleBlock(DiTBlock):
         y = modulated(x, shift, scale)
         (attended,) = joint_attention([self.attention], [y], self.rope, self.rope.positions(text, image))
         x = x + gate * (attended + self.mlp(y))
-        length = text.shape[1]
-        return x[:, :length], x[:, length:].reshape(image.shape), c
+        return x[:, : text.shape[1]], x[:, text.shape[1] :].reshape(image.shape), c
 
 
 class FluxHead(DiTHead):

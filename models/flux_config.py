@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..options.base import option
 from .config_base import ModelConfig
@@ -25,6 +24,7 @@ class FluxConfig(ModelConfig):
 
     PRESETS: ClassVar[Presets] = {"flux-1-schnell": {}, "flux-1-dev": {"guidance_embeds": True}}
     LAYERS: ClassVar[str] = "flux:flux_layers"
+    NO_SLICES: ClassVar[str | None] = "attends to later tokens too"
 
     num_double_layers: int = option(19, "Number of double blocks, of two streams.", least=1)
     num_single_layers: int = option(38, "Number of single blocks, of the joined tokens.", least=1)
@@ -32,7 +32,6 @@ class FluxConfig(ModelConfig):
     axes_dims_rope: tuple[int, ...] = option(
         (16, 56, 56), "Channels of a head that are rotated by an index of the text (always 0), by row and by column."
     )
-    mlp_ratio: int = option(4, "Ratio of the MLP's width, intermediate_size, to hidden_size.", least=1)
     patch_size: int = option(2, "Height and width of a patch.", least=1)
     num_channels: int = option(16, "Channels of the images.", least=1)
     out_channels: int = option(0, "Channels of the output; 0: num_channels.", least=0)
@@ -53,13 +52,4 @@ class FluxConfig(ModelConfig):
     @property
     def intermediate_size(self) -> int:
         """Width of the MLPs."""
-        return self.mlp_ratio * self.hidden_size
-
-    @property
-    def layer_count(self) -> int:
-        """Number of entries in the model's list of layers: embedding, double blocks, single blocks, head."""
-        return self.num_double_layers + self.num_single_layers + 2
-
-    def refuses_slices(self, experts: Mapping[str, Any] | None = None) -> str | None:
-        """Return the reason why a pipeline cannot cut the tokens into slices."""
-        return "attends to later tokens too"
+        return 4 * self.hidden_size

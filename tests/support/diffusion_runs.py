@@ -84,7 +84,9 @@ def require_equal(
     ranks: Any, right: dict[Path, dict[str, Any]], sizes: Any, stage: int = 0, options: dict[str, Any] | None = None
 ) -> None:
     """Train on a grid the models that files hold, with their weights and batches; compare with the right numbers."""
-    results = ranks(torch.Size(sizes).numel(), trained, [str(path) for path in right], sizes, stage, options, timeout=300)
+    results = ranks(
+        torch.Size(sizes).numel(), trained, [str(path) for path in right], sizes, stage, options, timeout=300
+    )
     for each in zip(right.values(), *results, strict=True):
         wants, founds = each[0], each[1:]
         whole = torch.cat([founds[rank]["outputs"] for rank in (0, 1)]) if sizes[1] == 2 else founds[0]["outputs"]
