@@ -53,7 +53,7 @@ def reference(config: FluxConfig) -> Any:
     from diffusers import FluxTransformer2DModel
 
     torch.manual_seed(3)
-    model = FluxTransformer2DModel(
+    model: Any = FluxTransformer2DModel(
         in_channels=config.patch_size**2 * config.num_channels,
         out_channels=config.patch_size**2 * (config.out_channels or config.num_channels),
         num_layers=config.num_double_layers,
@@ -125,8 +125,8 @@ def wanted(config: FluxConfig, sizes: tuple[int, int, int], path: Path) -> dict[
     return {"outputs": outputs.detach(), "loss": loss.item(), "gradients": gradients}
 
 
-def all_wanted(cases: dict[str, Any], folder: Path) -> dict[Path, dict[str, Any]]:
-    return {folder / name: wanted(*case, folder / name) for name, case in cases.items()}
+def all_wanted(cases: dict[str, tuple[FluxConfig, tuple[int, int, int]]], folder: Path) -> dict[Path, dict[str, Any]]:
+    return {folder / name: wanted(config, sizes, folder / name) for name, (config, sizes) in cases.items()}
 
 
 @pytest.mark.parametrize(("sizes", "stage"), AXES, ids=NAMES)
@@ -142,7 +142,7 @@ def test_a_random_flux_equals_that_of_diffusers(ranks: Any, tmp_path: Path, seed
     require_equal(ranks, all_wanted({str(seed): random_case(seed)}, tmp_path), sizes, stage)
 
 
-OPTIONS = {
+OPTIONS: dict[str, tuple[tuple[int, int, int], int, dict[str, Any]]] = {
     "recompute": ((2, 1, 1), 0, {"recompute": "full"}),
     "selective": ((1, 1, 2), 1, {"recompute": triax.Recomputation(granularity="selective", mlp_tile=2)}),
     "matmul": ((1, 1, 2), 0, {"recompute": "matmul"}),
@@ -196,7 +196,7 @@ def test_a_flux_in_bfloat16_rotates_as_diffusers_in_float32() -> None:
     from diffusers.models.embeddings import apply_rotary_emb
     from diffusers.models.transformers.transformer_flux import FluxPosEmbed
 
-    dims, seen = (16, 56, 56), []
+    seen: list[Tensor] = []
     q, k, v = torch.randn(3, 1, 2, 3 + 20 * 30, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
 
     def attended(*rotated: Tensor) -> Tensor:
@@ -204,11 +204,11 @@ def test_a_flux_in_bfloat16_rotates_as_diffusers_in_float32() -> None:
         return rotated[2]
 
     layer: Any = SimpleNamespace(_project=lambda x: (q, k, v), _attended=attended, out=lambda x: x)
-    rope = AxialRope(dims)
+    rope = AxialRope((16, 56, 56))
     positions = rope.positions(torch.zeros(1, 3, 1), torch.zeros(1, 20, 30, 1))
     joint_attention([layer], [torch.zeros(1, 2, 1)], rope, positions)
     for found, given in zip(seen, (q, k), strict=False):
-        right = apply_rotary_emb(given, FluxPosEmbed(10000, dims)(positions[0]))
+        right: Any = apply_rotary_emb(given, FluxPosEmbed(10000, [16, 56, 56])(positions[0]))
         # triax has the first channels of all pairs, then the second ones.
         assert torch.equal(found, torch.cat([right[..., ::2], right[..., 1::2]], -1))
     assert torch.equal(seen[2], v)

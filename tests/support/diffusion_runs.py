@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def microbatches(grid: Grid, inputs: Any, target: Tensor) -> list[Any]:
     """Return this replica's microbatches of one row."""
     own = ROWS // grid.data.size
     rows = range(grid.data.rank * own, (grid.data.rank + 1) * own)
-    return [map_tensors(lambda part, row=row: part[row : row + 1], (inputs, target)) for row in rows]
+    return [map_tensors(itemgetter(slice(row, row + 1)), (inputs, target)) for row in rows]
 
 
 def random_weights(config: Any) -> dict[str, Tensor]:
