@@ -38,6 +38,7 @@ from .inference.engine import init_inference as init_inference
 from .models.config import GPTConfig as GPTConfig
 from .models.config import LlamaConfig as LlamaConfig
 from .models.dit_config import DiTConfig as DiTConfig
+from .models.flux_config import FluxConfig as FluxConfig
 from .models.gpt import gpt_layers as gpt_layers
 from .models.huggingface.adapters import load_lora as load_lora
 from .models.huggingface.adapters import lora_config as lora_config

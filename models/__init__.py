@@ -10,7 +10,8 @@ encoder.py: ``encoder_layers``, BERT, ViT and others; encoder_config.py: their c
 encoder_losses.py: losses of masked tokens and of classes.
 t5.py: ``t5_layers``, an encoder and a decoder; t5_config.py: their configuration, without torch.
 dit.py: ``dit_layers``, diffusion transformers; dit_config.py: their configuration, without torch.
-dit_weights.py: names of their weights in the library diffusers.
+flux.py: ``flux_layers``, Flux-like ones, of text and image tokens; flux_config.py: their configuration, without torch.
+dit_weights.py: names of the weights of both in the library diffusers.
 diffusion.py: training samples and sampling of diffusion models: velocity (flow matching), noise (DDPM).
 mtp.py: multi-token prediction of DeepSeek-V3, and its loss; replicated_linear.py: linear layer without shards.
 layers.py: layers that all models share: token embedding and head, residual block, final norm, loss.

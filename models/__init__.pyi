@@ -21,6 +21,8 @@ from .encoder import classification_layers as classification_layers
 from .encoder import encoder_layers as encoder_layers
 from .encoder_losses import ClassificationLoss as ClassificationLoss
 from .encoder_losses import MaskedLMLoss as MaskedLMLoss
+from .flux import flux_layers as flux_layers
+from .flux_config import FluxConfig as FluxConfig
 from .gpt import GPTLoss as GPTLoss
 from .huggingface.pipeline_layers import CausalLMLoss as CausalLMLoss
 from .huggingface.pipeline_layers import hf_layers as hf_layers

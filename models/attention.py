@@ -42,6 +42,7 @@ from .attention_options import AttentionOptions, ScoreOptions
 from .head_groups import HeadGroups, project_together
 from .packed import token_positions
 from .qk_norm import qk_norms
+from .rope import Rope
 
 _ZERO = Constant(0.0)
 
@@ -133,15 +134,19 @@ class ShardedAttention(nn.Module):
                 passes the numbers of the whole sequence.
         """
         q, k, v, *gate = self._project(x)  # (B, heads, T, dim), twice (B, kv_heads, T, dim)
+        y = self._attended(q, k, v, documents)
+        out: Tensor = self.out(y * gate[0].sigmoid() if gate else y)
+        return out
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Give q and k their positions, and attend: (B, T, heads dim)."""
         way = self._way(q, documents)
         q, k = self._placed(q, k, way.positions, way.length)
         if self.recompute is not None and self.cache is None:
             y = self.recompute(way.attend, q, k, v, *way.others)
         else:
             y = way.attend(q, k, v, *way.others)
-        y = rearrange(y, "b heads t dim -> b t (heads dim)")
-        out: Tensor = self.out(y * gate[0].sigmoid() if gate else y)
-        return out
+        return rearrange(y, "b heads t dim -> b t (heads dim)")
 
     def _way(self, q: Tensor, documents: Tensor | None) -> _Way:
         length = q.shape[2]
@@ -351,3 +356,23 @@ class SelfAttention(ShardedAttention):
         form = "b t (parts heads dim) -> parts b heads t dim"
         parts_by_heads: Tensor = rearrange(y, form, parts=parts, dim=self.head_dim)
         return parts_by_heads.unbind()
+
+
+def joint_attention(layers: list[SelfAttention], streams: list[Tensor], rope: Rope, positions: Tensor) -> list[Tensor]:
+    """Attend from the tokens of each stream to those of all streams; each stream has its layer's projections and norms.
+
+    Args:
+        layers: a layer for each stream, with the same heads, without rotary embedding. Options of scores are the
+            first's.
+        streams: (B, T_i, D), the normalized tokens of each stream.
+        rope: rotary embedding, computed in fp32 at least.
+        positions: positions of the tokens of all streams, as ``rope`` takes them.
+
+    Returns:
+        (B, T_i, D) for each stream.
+    """
+    q, k, v = (torch.cat(parts, 2) for parts in zip(*(layer._project(x) for layer, x in zip(layers, streams))))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k = (x.to(v.dtype) for x in rope(q.to(wide), k.to(wide), positions))
+    parts = layers[0]._attended(q, k, v).split([x.shape[1] for x in streams], 1)
+    return [layer.out(part) for layer, part in zip(layers, parts)]

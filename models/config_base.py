@@ -32,6 +32,7 @@ class ModelConfig(Declared):
     PRESETS: ClassVar[Presets] = {}
     SHARDED: ClassVar[tuple[str, ...]] = ("num_attention_heads",)  # over the tensor axis
     LAYERS: ClassVar[str] = ""  # module and name of the function of the layers, which needs torch
+    NO_SLICES: ClassVar[str | None] = None  # reason why a pipeline cannot cut sequences of any such model into slices
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         inherited: dict[str, Field[Any]] = {}
@@ -119,7 +120,7 @@ class ModelConfig(Declared):
         Args:
             experts: further arguments of its mixtures of experts, such as ``balance``.
         """
-        return None
+        return self.NO_SLICES
 
 
 @dataclass(frozen=True, repr=False)

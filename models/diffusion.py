@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ from torch import Tensor
 from ..base.seeds import derive
 
 LEVELS = 1000
-Inputs = tuple[Tensor, Tensor, Tensor]  # images, time, classes
+Inputs = tuple[Tensor, Tensor, Any]  # images, time, classes or texts
 
 
 def diffusion_loss(outputs: Tensor, target: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ class _Diffusion:
 
     seed: int = 0
 
-    def training_pair(self, images: Tensor, classes: Tensor, numbers: Sequence[int]) -> tuple[Inputs, Tensor]:
+    def training_pair(self, images: Tensor, classes: Any, numbers: Sequence[int]) -> tuple[Inputs, Tensor]:
         """Mix images with noise: return the model's inputs (mixture, time, class), and the target.
 
         Noise and level of a sample depend on the seed and on its number alone, so they are the same on every grid, for
@@ -59,7 +60,7 @@ class _Diffusion:
 
         Args:
             images: (B, C, height, width), with about the variance 1.
-            classes: integers (B,).
+            classes: integers (B,), or what else the model takes beside images and time, such as Flux's (text, pooled).
             numbers: number of each sample, (B,), counted over the whole run: step * batch size + place in the batch.
         """
         if len(numbers) != len(images):
@@ -79,7 +80,7 @@ class _Diffusion:
         self,
         predict: Callable[[Inputs], Tensor],
         noise: Tensor,
-        classes: Tensor,
+        classes: Any,
         *,
         steps: int = 50,
         guidance: float = 1.0,
@@ -90,13 +91,16 @@ class _Diffusion:
             predict: the model in evaluation mode, called with (images, time, classes). On a grid a function that calls
                 ``engine.eval_batch``; all ranks then call ``sample``.
             noise: (B, C, height, width).
-            classes: integers (B,); -1: no class.
+            classes: integers (B,), -1 for no class; or what else the model takes beside images and time.
             steps: number of steps, at most 1000.
             guidance: factor w of classifier-free guidance (Ho and Salimans 2022, arXiv:2207.12598): the prediction is
-                p_none + w (p_class - p_none). With another factor than 1, each call has 2 B images.
+                p_none + w (p_class - p_none). With another factor than 1, which needs classes, each call has 2 B
+                images.
         """
         if not 1 <= steps <= LEVELS:
             raise ValueError(f"steps is {steps}. Give 1 to {LEVELS} steps.")
+        if guidance != 1.0 and not isinstance(classes, Tensor):
+            raise ValueError(f"guidance is {guidance}, but only classes can be left out. Give guidance=1.0.")
         x = noise
         levels = torch.linspace(LEVELS, 0, steps + 1, dtype=torch.float64).round().long()
         a, b = (factor.tolist() for factor in self._factors(levels))

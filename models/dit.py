@@ -30,10 +30,11 @@ from ..tensor_parallel.embedding import check_ids
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import SelfAttention
 from .dit_config import DiTConfig
+from .flux_config import FluxConfig
 from .mlp import MLP
 from .replicated_linear import ReplicatedLinear
 
-_FREQUENCIES = 256  # of the embedding of the time step
+FREQUENCIES = 256  # of the embedding of the time step
 _NORMAL, _ZERO = Normal(0.02), Constant(0.0)
 
 
@@ -81,12 +82,7 @@ class DiTEmbedding(nn.Module):
 
     def __init__(self, config: DiTConfig, *, grid: Grid) -> None:
         super().__init__()
-        config.check_tensor(grid.tensor.size)
-        if grid.context.size > 1:
-            raise ValueError(
-                f"a DiT needs context=1, but the grid has context={grid.context.size}: each rank holds all patches of "
-                "an image. Use the data, tensor and pipe axes."
-            )
+        check_axes("DiT", config, grid)
         self.patch, self.side, self.num_classes = config.patch_size, config.image_size, config.num_classes
         width, shape = config.hidden_size, (config.hidden_size, config.num_channels, self.patch, self.patch)
         self.shape = (config.num_channels, self.side, self.side)
@@ -94,7 +90,7 @@ class DiTEmbedding(nn.Module):
         self.weight = sharded_parameter(Layout(shape), _glorot(shape[1] * self.patch**2, width), **whole)
         self.bias = sharded_parameter(Layout((width,)), _ZERO, **whole)
         how: dict[str, Any] = {"grid": grid, "unit": 1, "init": _NORMAL, "bias_init": _ZERO}
-        self.time_up = ColumnParallelLinear(_FREQUENCIES, width, **how)
+        self.time_up = ColumnParallelLinear(FREQUENCIES, width, **how)
         self.time_down = RowParallelLinear(width, width, **how)
         self.classes = sharded_parameter(Layout((self.num_classes + 1, width)), _NORMAL, **whole)
         self.class_dropout = ClassDropout(config.class_dropout)
@@ -105,8 +101,7 @@ class DiTEmbedding(nn.Module):
         if images.shape[1:] != self.shape:
             raise ValueError(f"an image is {tuple(images.shape[1:])}, but the model takes {self.shape}. Resize it.")
         x = F.conv2d(images, self.weight, self.bias, stride=self.patch).flatten(2).transpose(1, 2)
-        turns = _angles(time, _FREQUENCIES // 2, x.dtype)
-        known = self.time_up(torch.cat([turns.cos(), turns.sin()], -1).to(x.dtype))
+        known = self.time_up(time_waves(time, x.dtype))
         classes = self.class_dropout(classes)
         classes = torch.where(classes == -1, self.num_classes, classes)
         check_ids(classes, self.num_classes + 1, "class")
@@ -116,7 +111,7 @@ class DiTEmbedding(nn.Module):
     def _positions(self, x: Tensor) -> Tensor:
         """Return sines and cosines of each patch's column, and of its row: (T, D)."""
         side = self.side // self.patch
-        turns = _angles(torch.arange(side, device=x.device), x.shape[-1] // 4, x.dtype)
+        turns = angles_of(torch.arange(side, device=x.device), x.shape[-1] // 4, x.dtype)
         waves = torch.cat([turns.sin(), turns.cos()], -1).to(x.dtype)  # (side, D / 2)
         return torch.cat([waves.repeat(side, 1), waves.repeat_interleave(side, 0)], -1)
 
@@ -150,28 +145,30 @@ class DiTBlock(nn.Module):
     Args:
         config: the model's configuration.
         grid: grid whose tensor axis shards the heads, the MLP's width and the outputs of ``modulation``.
+        parts: number of the vectors that ``modulation`` makes.
+        changes: further options of the attention.
 
     Attributes:
         modulation: linear layer from c to shift, scale and gate of attention, then of the MLP.
     """
 
-    def __init__(self, config: DiTConfig, *, grid: Grid) -> None:
+    def __init__(self, config: DiTConfig | FluxConfig, *, grid: Grid, parts: int = 6, **changes: Any) -> None:
         super().__init__()
         width = config.hidden_size
         sizes: Any = config
         inits: dict[str, Any] = {"init": _glorot(width, 3 * width), "out_init": _glorot(width, width)}
-        options: dict[str, Any] = {"bias": True, "out_bias": True, "causal": False}
+        options: dict[str, Any] = {"bias": True, "out_bias": True, "causal": False, **changes}
         self.attention = SelfAttention(width, config.num_attention_heads, grid=grid, **inits, **options)
         init = _glorot(width, config.intermediate_size)
         self.mlp = MLP(sizes, grid=grid, activation="gelu_pytorch_tanh", bias=True, init=init, out_init=init)
-        self.modulation = _modulation(width, 6, grid)
+        self.modulation = modulation(width, parts, grid)
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Run the block on the tokens (B, T, D); the vector c (B, D) stays as it is."""
         x, c = pair
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c)[:, None].chunk(6, -1)
-        x = x + gate1 * self.attention(_modulated(x, shift1, scale1))
-        x = x + gate2 * self.mlp(_modulated(x, shift2, scale2))
+        x = x + gate1 * self.attention(modulated(x, shift1, scale1))
+        x = x + gate2 * self.mlp(modulated(x, shift2, scale2))
         return x, c
 
 
@@ -187,28 +184,39 @@ class DiTHead(nn.Module):
         linear: linear layer, replicated over the tensor axis.
     """
 
-    def __init__(self, config: DiTConfig, *, grid: Grid) -> None:
+    def __init__(self, config: DiTConfig | FluxConfig, *, grid: Grid) -> None:
         super().__init__()
-        self.patch, self.side, width = config.patch_size, config.image_size // config.patch_size, config.hidden_size
-        self.modulation = _modulation(width, 2, grid)
+        self.patch, width = config.patch_size, config.hidden_size
+        self.modulation = modulation(width, 2, grid)
         pixels = self.patch**2 * (config.out_channels or config.num_channels)
         self.linear = ReplicatedLinear(width, pixels, True, grid=grid, init=_ZERO)
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         """Compute the prediction."""
         x, c = pair
-        y = self.linear(_modulated(x, *self.modulation(c)[:, None].chunk(2, -1)))
-        form, sizes = "b (h w) (p q c) -> b c (h p) (w q)", {"h": self.side, "p": self.patch, "q": self.patch}
-        image: Tensor = rearrange(y, form, **sizes)
+        y = self.linear(modulated(x, *self.modulation(c)[:, None].chunk(2, -1)))
+        form, side = "b (h w) (p q c) -> b c (h p) (w q)", round(y.shape[1] ** 0.5)
+        image: Tensor = rearrange(y, form, h=side, p=self.patch, q=self.patch)
         return image
 
 
-def _modulation(width: int, parts: int, grid: Grid) -> ColumnParallelLinear:
+def check_axes(name: str, config: DiTConfig | FluxConfig, grid: Grid) -> None:
+    """Raise ValueError if the grid has a context axis, or too large a tensor axis."""
+    config.check_tensor(grid.tensor.size)
+    if grid.context.size > 1:
+        raise ValueError(
+            f"a {name} needs context=1, but the grid has context={grid.context.size}: each rank holds all patches of "
+            "an image. Use the data, tensor and pipe axes."
+        )
+
+
+def modulation(width: int, parts: int, grid: Grid) -> ColumnParallelLinear:
+    """Make the linear layer from c to shifts, scales and gates, ``parts`` in all, (B, D) each."""
     zeros: dict[str, Any] = {"init": _ZERO, "bias_init": _ZERO}
     return ColumnParallelLinear(width, parts * width, grid=grid, unit=1, gather_output=True, **zeros)
 
 
-def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Return the normalized x, scaled and shifted; shift and scale are (B, 1, D)."""
     return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
 
@@ -218,8 +226,14 @@ def _glorot(inputs: int, outputs: int) -> Uniform:
     return Uniform((6 / (inputs + outputs)) ** 0.5)
 
 
-def _angles(places: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the angles 10000^(-i / count) of each place (n,), for i from 0: (n, count), in fp32 at least."""
+def time_waves(time: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return cosines and sines of time steps (B,): (B, FREQUENCIES)."""
+    turns = angles_of(time, FREQUENCIES // 2, dtype)
+    return torch.cat([turns.cos(), turns.sin()], -1).to(dtype)
+
+
+def angles_of(places: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Return the angles 10000^(-i / count) of each place (...), for i from 0: (..., count), in fp32 at least."""
     wide = torch.promote_types(dtype, torch.float32)
     frequencies = 10000.0 ** -(torch.arange(count, device=places.device, dtype=wide) / count)
-    return places.to(wide)[:, None] * frequencies
+    return places.to(wide)[..., None] * frequencies

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..options.base import option
 from .config_base import ModelConfig
@@ -35,6 +34,7 @@ class DiTConfig(ModelConfig):
 
     PRESETS: ClassVar[Presets] = DIT_PRESETS
     LAYERS: ClassVar[str] = "dit:dit_layers"
+    NO_SLICES: ClassVar[str | None] = "attends to later patches too"
 
     hidden_size: int = option(1152, "Width of the residual stream, a multiple of 4.", least=4)
     num_hidden_layers: int = option(28, "Number of blocks.", least=1)
@@ -72,12 +72,3 @@ class DiTConfig(ModelConfig):
     def intermediate_size(self) -> int:
         """Width of the MLP."""
         return self.mlp_ratio * self.hidden_size
-
-    @property
-    def layer_count(self) -> int:
-        """Number of entries in the model's list of layers: embedding, blocks, head."""
-        return self.num_hidden_layers + 2
-
-    def refuses_slices(self, experts: Mapping[str, Any] | None = None) -> str | None:
-        """Return the reason why a pipeline cannot cut the patches of an image into slices."""
-        return "attends to later patches too"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import triax
 from triax import DiTConfig, Grid, PipelineModule
-from triax.grid.layout import layout_of
 from triax.grid.randomness.random import DropoutState
 from triax.models import (
     FlowMatching,
@@ -26,15 +23,23 @@ from triax.models import (
 )
 from triax.models.dit import ClassDropout
 
+from support.diffusion_runs import (
+    AXES,
+    NAMES,
+    ROWS,
+    PaperTime,
+    engine_of,
+    fill,
+    microbatches,
+    random_weights,
+    require_equal,
+)
 from support.toys import error_text, same
 
-ROWS = 4
 TINY = DiTConfig(16, 3, 4, image_size=6, patch_size=2, num_channels=3, num_classes=5, class_dropout=0.0)
 # Three heads on two ranks, one patch, images of variances too.
 ODD = DiTConfig(12, 2, 3, mlp_ratio=1, image_size=3, patch_size=3, num_channels=1, out_channels=2, num_classes=1)
 CASES = {"tiny": TINY, "odd": ODD}
-AXES = [((2, 1, 1), 0), ((1, 1, 2), 0), ((1, 2, 1), 3), ((2, 1, 2), 0)]  # pipe, data, tensor; stage of ZeRO
-NAMES = ["pipe", "tensor", "zero-3", "pipe-tensor"]
 
 
 def random_config(seed: int) -> DiTConfig:
@@ -53,14 +58,6 @@ def random_config(seed: int) -> DiTConfig:
         num_classes=draw.randint(1, 7),
         class_dropout=0.0,
     )
-
-
-class PaperTime(nn.Module):
-    """Frequencies of the released code, of which diffusers' differ, in float64."""
-
-    def forward(self, time: Tensor) -> Tensor:
-        turns = time[:, None] / 10000.0 ** (torch.arange(128, dtype=torch.float64) / 128)
-        return torch.cat([turns.cos(), turns.sin()], 1)
 
 
 def reference(config: DiTConfig) -> Any:
@@ -111,11 +108,11 @@ def batch_of(config: DiTConfig, rows: int = ROWS) -> tuple[Any, Tensor]:
 
 
 def wanted(config: DiTConfig, path: Path) -> dict[str, Any]:
-    """Return outputs, loss and gradients by diffusers, and write the weights by the names of triax."""
+    """Return outputs, loss and gradients by diffusers; write configuration, weights of triax and batch."""
     model = reference(config)
     weights = model.state_dict()
     ours = dit_from_diffusers(config, weights)
-    torch.save((config, ours), path)
+    torch.save((config, ours, batch_of(config)), path)
     back = dit_to_diffusers(config, ours)
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], weight) for name, weight in weights.items())
@@ -128,65 +125,21 @@ def wanted(config: DiTConfig, path: Path) -> dict[str, Any]:
     return {"outputs": outputs.detach(), "loss": loss.item(), "gradients": dit_from_diffusers(config, gradients)}
 
 
-def fill(model: PipelineModule, weights: dict[str, Tensor]) -> None:
-    """Give this rank its shards of whole weights."""
-    axis = model.grid.tensor
-    for name, parameter in model.named_parameters():
-        for box in layout_of(parameter).boxes(axis.rank, axis.size):
-            parameter.data[box.local] = weights[name][box.whole]
-
-
-def engine_of(config: DiTConfig, grid: Grid, weights: dict[str, Tensor], stage: Any = 0) -> triax.PipelineEngine:
-    model = PipelineModule(config.layers(), grid=grid, loss_fn=diffusion_loss, dtype=torch.float64, seed=2)
-    fill(model, weights)
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    return triax.Engine(model, optimizer=sgd, batch=triax.Batch(size=ROWS, microbatch=1), zero=triax.Zero(stage=stage))
-
-
-def microbatches(grid: Grid, inputs: Any, target: Tensor) -> list[Any]:
-    """Return this replica's microbatches of one row."""
-    own = ROWS // grid.data.size
-    rows = range(grid.data.rank * own, (grid.data.rank + 1) * own)
-    return [(tuple(part[row : row + 1] for part in inputs), target[row : row + 1]) for row in rows]
-
-
-def trained(paths: list[str], sizes: tuple[int, int, int], stage: int) -> list[dict[str, Any]]:
-    """Evaluate and train each model on a grid."""
-    grid, found = Grid(*sizes), []
-    for path in paths:
-        config, weights = torch.load(path, weights_only=False)
-        engine = engine_of(config, grid, weights, stage)
-        parts = microbatches(grid, *batch_of(config))
-        _, outputs = engine.eval_batch(iter(parts), return_logits=True)
-        loss = engine.train_batch(iter(parts)).item()
-        found.append({"outputs": torch.cat(outputs), "loss": loss, "gradients": engine.gather("gradients")})
-    return found
-
-
-def require_equal(ranks: Any, folder: Path, cases: dict[str, DiTConfig], sizes: Any, stage: int = 0) -> None:
-    right = [wanted(config, folder / name) for name, config in cases.items()]
-    paths = [str(folder / name) for name in cases]
-    results = ranks(torch.Size(sizes).numel(), trained, paths, sizes, stage, timeout=300)
-    for each in zip(right, *results, strict=True):
-        wants, founds = each[0], each[1:]
-        whole = torch.cat([founds[rank]["outputs"] for rank in (0, 1)]) if sizes[1] == 2 else founds[0]["outputs"]
-        same(whole, wants["outputs"], atol=1e-11)
-        for found in founds:
-            assert found["loss"] == pytest.approx(wants["loss"], rel=1e-10)
-            assert found["gradients"].keys() == wants["gradients"].keys()
-            same(found["gradients"], wants["gradients"], atol=1e-11)
+def all_wanted(cases: dict[str, DiTConfig], folder: Path) -> dict[Path, dict[str, Any]]:
+    return {folder / name: wanted(config, folder / name) for name, config in cases.items()}
 
 
 @pytest.mark.parametrize(("sizes", "stage"), AXES, ids=NAMES)
 def test_dit_trains_as_in_diffusers_on_every_axis(
     ranks: Any, tmp_path: Path, sizes: tuple[int, int, int], stage: int
 ) -> None:
-    require_equal(ranks, tmp_path, CASES, sizes, stage)
+    require_equal(ranks, all_wanted(CASES, tmp_path), sizes, stage)
 
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 80), marks=pytest.mark.exhaustive)], ids=len)
 def test_random_dits_equal_those_of_diffusers(ranks: Any, tmp_path: Path, seeds: range) -> None:
-    require_equal(ranks, tmp_path, {str(seed): random_config(seed) for seed in seeds}, (1, 1, 2))
+    cases = {str(seed): random_config(seed) for seed in seeds}
+    require_equal(ranks, all_wanted(cases, tmp_path), (1, 1, 2))
 
 
 # ------------------------------------------------------------------------------------------------ classes and guidance
@@ -200,16 +153,6 @@ def with_dropout(sizes: tuple[int, int, int], stage: int) -> Any:
     parts = microbatches(engine.grid, *batch_of(config))
     steps = [(engine.train_batch(iter(parts)).item(), engine.gather("gradients")) for _ in range(2)]
     return steps, engine.eval_batch(iter(parts)).item()
-
-
-def random_weights(config: DiTConfig) -> dict[str, Tensor]:
-    """Return whole random weights, by the names of triax."""
-    generator = torch.Generator().manual_seed(1)
-    module = PipelineModule(dit_layers(config), loss_fn=diffusion_loss)
-    return {
-        name: torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1
-        for name, parameter in module.named_parameters()
-    }
 
 
 @pytest.mark.parametrize(("sizes", "stage"), AXES[1:], ids=NAMES[1:])

@@ -19,6 +19,7 @@ Training on ranks
     checkpoint_jobs.py, small_checkpoints.py: jobs that are saved, loaded and compared; engines of one layer, indices
     sharded_loops.py, gradient_loops.py, quantized_layers.py: loops with ShardedOptimizer, engines of ZeRO++
     local_training.py, replica_jobs.py: replicas that step alone, replicas as processes that tests kill
+    diffusion_runs.py: diffusion transformers on any grid
     decoder_runs.py, five_axes.py: decoders on any grid, one model on any grid of five axes, beside one process
     compositions.py: a random composition of layers, grid and options
     generating_models.py: models that generate
