@@ -121,10 +121,10 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
         parameters = [parameter for parameter in parameters if parameter not in elsewhere]
         strangers = sum(parameter not in known for parameter in parameters)
         if strangers:
-            where = ""
+            where = ", or pass a function that makes the optimizer, such as partial(torch.optim.AdamW, lr=1e-3)"
             if isinstance(model, PipelineModule):
                 placement = list(model.placement)
-                where = (
+                where += (
                     f". If they are, the schedule moved stages: its stages are on the ranks {placement}, so pass "
                     f"PipelineModule(..., placement={placement}) and take the parameters then"
                 )
