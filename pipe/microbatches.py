@@ -156,7 +156,7 @@ class MicrobatchFeed:
             except StopIteration:
                 text = (
                     f"the data ended after {index} of the {count} microbatches of this step: give whole steps, "
-                    "or an iterator that starts again"
+                    "or an iterator that starts again, such as triax.RepeatingLoader(loader)"
                 )
                 errors.append(_BadData(text))
                 self._failed.append(index)

@@ -125,11 +125,12 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
             if isinstance(model, PipelineModule):
                 placement = list(model.placement)
                 where = (
-                    f". If they are, the schedule moved stages: its stages are on the ranks {placement}, so pass "
-                    f"PipelineModule(..., placement={placement}) and take the parameters then"
+                    f". If they are the model's, the schedule moved stages: its stages are on the ranks {placement}, so "
+                    f"pass PipelineModule(..., placement={placement}) and take the parameters then"
                 )
             raise ConfigError(
-                f"{strangers} parameters to train are not the model's: take them from model.parameters(){where}"
+                f"{strangers} parameters to train are not the model's: take them from model.parameters(), or pass as "
+                f"optimizer a function of them, such as partial(torch.optim.AdamW, lr=1e-3){where}"
             )
         twice = sum(parameter in seen for parameter in parameters)
         if twice:
