@@ -392,7 +392,8 @@ def checked_release(clone: Path, **environment: str) -> tuple[int, list[str]]:
     return done.returncode, [line.partition(" --config-file")[0].partition(" --fail")[0] for line in asked(clone)]
 
 
-LINTED = ["ruff check", "ruff format --check", "mypy"]
+LINTED = ["ruff check", "ruff format --check"]
+LINTED += ["ruff format --check --config pyproject.toml docs/conf.py docs/inside/structure.py", "mypy"]
 EVERY_TEST = ["-m pytest -m exhaustive or not exhaustive"]
 AN_HOUR_OF_FUZZING = [
     f"tests/laws/{program}.py --seconds 900" for program in ("fuzz", "fuzz_config", "fuzz_train_files", "faults")
