@@ -125,8 +125,8 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
             if isinstance(model, PipelineModule):
                 placement = list(model.placement)
                 where = (
-                    f". If they are the model's, the schedule moved stages: its stages are on the ranks {placement}, so "
-                    f"pass PipelineModule(..., placement={placement}) and take the parameters then"
+                    f". If they are the model's, the schedule moved stages: its stages are on the ranks {placement}, "
+                    f"so pass PipelineModule(..., placement={placement}) and take the parameters then"
                 )
             raise ConfigError(
                 f"{strangers} parameters to train are not the model's: take them from model.parameters(), or pass as "
