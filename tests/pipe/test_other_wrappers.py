@@ -16,7 +16,7 @@ def rows(rank: int) -> Tensor:
     return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
 
 
-def averaged(**axes: int) -> dict[str, Tensor] | str:
+def averaged(**axes: Any) -> dict[str, Tensor] | str:
     """Return the gradients of a model in DistributedDataParallel, or the error."""
     grid = Grid(**axes)
     layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 1)]
