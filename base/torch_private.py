@@ -1,9 +1,10 @@
 """torch's private names that triax uses: each stands here once, with the reason, and what to do when torch drops it.
 
 tests/base/test_torch_private.py shows that each does what triax relies on, and keeps private names of torch out of all
-other files. After an update of torch, run this test first. Two things are left where they are: ``agent.py`` and
-``elastic.py`` of grid/launcher override what is protected in torchrun's agent and rendezvous, and a dry run replaces
-functions of torch by their names (``plugins/dry_run/rank.py``).
+other files. After an update of torch, run this test first. Three things are left where they are: ``agent.py`` and
+``elastic.py`` of grid/launcher override what is protected in torchrun's agent and rendezvous, a dry run replaces
+functions of torch by their names (``plugins/dry_run/rank.py``), and ``PipelineModule`` has the attribute that
+``DistributedDataParallel`` reads first (tests/pipe/test_other_wrappers.py).
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from ..base.tables import table, terminal
 _OPTIONAL = {
     "tensorboard": ("the section tensorboard of a configuration", to_install("tensorboard")),
     "wandb": ("the section wandb of a configuration", to_install("wandb")),
+    "mlflow": ("monitor.writers of a training file", "pip install mlflow"),
+    "trackio": ("monitor.writers of a training file", "pip install trackio"),
     "transformers": ("Hugging Face's models and triax.Trainer", to_install("hf")),
     "accelerate": ("triax.Trainer, and scripts of Hugging Face's Accelerate", to_install("hf")),
     "lm_eval": ("triax evaluate, and evaluate.tasks of training files", to_install("eval")),

@@ -134,7 +134,7 @@ class TransformerConfig(ModelConfig):
     max_position_embeddings: int = option(REQUIRED, "Length of the longest sequence, in tokens.", least=1)
     hidden_size: int = option(REQUIRED, "Width of the residual stream.", least=1)
     num_hidden_layers: int = option(REQUIRED, "Number of blocks.", least=1)
-    num_attention_heads: int = option(REQUIRED, "Number of query heads, at least as many as tensor ranks.", least=1)
+    num_attention_heads: int = option(REQUIRED, "Number of query heads, at least the size of the tensor axis.", least=1)
     _: KW_ONLY
     dropout: float = option(
         0.0,

@@ -38,7 +38,7 @@ class DiTConfig(ModelConfig):
 
     hidden_size: int = option(1152, "Width of the residual stream, a multiple of 4.", least=4)
     num_hidden_layers: int = option(28, "Number of blocks.", least=1)
-    num_attention_heads: int = option(16, "Number of heads, at least as many as tensor ranks.", least=1)
+    num_attention_heads: int = option(16, "Number of heads, at least the size of the tensor axis.", least=1)
     mlp_ratio: int = option(4, "Ratio of the MLP's width, intermediate_size, to hidden_size.", least=1)
     image_size: int = option(32, "Height and width of the images.", least=1)
     patch_size: int = option(2, "Height and width of a patch.", least=1)

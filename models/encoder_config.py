@@ -89,13 +89,13 @@ class EncoderConfig(BiasFields, MLPFields, RopeFields):
                 f"num_attention_heads={heads} does not divide hidden_size={width}. Give hidden_size={fits}."
             )
         self._check_types("sliding_attention", "full_attention")
-        text = not self.image_size
+        text, odd = not self.image_size, width // heads % 2
         for name, given, holds, needed in (
             ("layer_scale", self.layer_scale, self.norm_place == "before", "norm_place='before'"),
             ("norm_place", self.norm_place == "embedding", text, "image_size=0"),
             ("mean_pool", self.mean_pool, not self.pooler, "pooler=False"),
             ("classifier_pooling", self.classifier_pooling, text and not self.pooler, "pooler=False and image_size=0"),
-            ("learned_positions", not self.learned_positions, text and not width // heads % 2, "text, and even heads"),
+            ("learned_positions", not self.learned_positions, text and not odd, "text, and even head widths"),
         ):
             if given and not holds:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which needs {needed}. Give both.")

@@ -101,7 +101,7 @@ class FluxEmbedding(nn.Module):
 
 
 class AxialRope(Rope):
-    """Rotary positions on several axes, each of which has some of a head's channels. Neighboring channels are a pair.
+    """Rotary positions on several axes. Each axis rotates its own channels of a head, in pairs of neighbors.
 
     Args:
         dims: number of channels of each axis, even numbers.

@@ -28,7 +28,7 @@ class FluxConfig(ModelConfig):
 
     num_double_layers: int = option(19, "Number of double blocks, of two streams.", least=1)
     num_single_layers: int = option(38, "Number of single blocks, of the joined tokens.", least=1)
-    num_attention_heads: int = option(24, "Number of heads, at least as many as tensor ranks.", least=1)
+    num_attention_heads: int = option(24, "Number of heads, at least the size of the tensor axis.", least=1)
     axes_dims_rope: tuple[int, ...] = option(
         (16, 56, 56), "Channels of a head that are rotated by an index of the text (always 0), by row and by column."
     )

@@ -134,7 +134,7 @@ def buckets(distances: Tensor, config: T5Config, both: bool) -> Tensor:
     Half of the buckets are of single distances. The others grow with the logarithm of the distance.
 
     Args:
-        distances: integers, the place of the key minus that of the query.
+        distances: integers, the position of the key minus the position of the query.
         config: the configuration, with the number of buckets and the distance at which the last one begins.
         both: half of all buckets are of keys behind the query; False: these keys have distance 0.
     """

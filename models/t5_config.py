@@ -39,8 +39,8 @@ class T5Config(MLPFields):
     num_attention_heads: int = 8
     intermediate_size: int = option(2048, "Width of the MLP.", least=1)
     _: KW_ONLY
-    num_decoder_layers: int = option(0, "Number of blocks of the decoder; 0: as many as the encoder has.", least=0)
-    head_dim: int = option(64, "Width of a head, of which hidden_size is independent.", least=1)
+    num_decoder_layers: int = option(0, "Number of blocks of the decoder; 0: the encoder's number.", least=0)
+    head_dim: int = option(64, "Width of a head. hidden_size need not be a multiple of it.", least=1)
     relative_attention_num_buckets: int = option(
         32, "Number of buckets of distances between tokens, each with a bias of the scores of each head.", least=4
     )

@@ -60,7 +60,7 @@ def _offered_writer(name: str, arguments: Mapping[str, Any]) -> Write:
 
 
 def _failing_with_os_error(name: str, write: Write) -> Write:
-    """Return a writer whose errors are OSErrors, of which ``Monitor`` warns once and goes on."""
+    """Return a writer that raises its errors as OSErrors: ``Monitor`` warns once of these, and the run goes on."""
 
     def checked(events: Sequence[Event], step: int) -> None:
         try:

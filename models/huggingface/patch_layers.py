@@ -91,8 +91,8 @@ class PatchTower(Tower):
         self.deep = list(getattr(vision, "deepstack_visual_indexes", ()))
         if len(set(self.deep) & set(range(self.depth))) != len(self.deep) or len(self.deep) > blocks:
             raise ValueError(
-                f"deepstack_visual_indexes is {self.deep}, but must name different blocks of the tower's {self.depth}, "
-                f"and at most as many as the {blocks} blocks of the language model."
+                f"deepstack_visual_indexes is {self.deep}, but must name different blocks of the tower's {self.depth}. "
+                f"Give at most {blocks}: each block of the language model takes one."
             )
         super().__init__(config)
         self.rope_index = bare(type(self.whole(1).model), config).get_rope_index
@@ -145,9 +145,8 @@ class PatchTower(Tower):
         order, bounds = get_vision_window_index(grid, *sizes)
         return order.to(grid.device), bounds
 
-    def in_windows(self, x: Tensor, grid: Tensor) -> Tensor:
+    def in_order(self, x: Tensor, windows: tuple[Tensor, Tensor] | None) -> Tensor:
         """Return rows of patches (S, ...) in the order in which the tower keeps them."""
-        windows = self.windows(grid)
         return x if windows is None else x.unflatten(0, (-1, self.merge**2))[windows[0]].flatten(0, 1)
 
     def positions_of_text(self, ids: Tensor, grid: Tensor) -> Tensor:
@@ -207,7 +206,7 @@ class PatchEmbedding(VisionEmbedding):
         x = self.get_submodule("patch_embed")(x)
         if "pos_embed" in self._modules:
             x = x + self._learned(sizes).to(x.dtype)
-        return tower.in_windows(x, sizes)[:rows], grid
+        return tower.in_order(x, tower.windows(sizes))[:rows], grid
 
     def _learned(self, grid: Tensor) -> Tensor:
         """Return learned positions (S, D), interpolated between those of a square."""
@@ -227,7 +226,7 @@ class PatchBlock(VisionBlock):
         super().__init__(tower, index, grid=grid)
         self.tower, deep = tower, tower.deep
         full = getattr(tower.vision, "fullatt_block_indexes", ())
-        self.windowed = hasattr(tower.vision, "window_size") and index not in full
+        self.windowed = index not in full
         self.rotary: nn.Module = type(tower.whole(1).model.visual.rotary_pos_emb)(tower.vision)
         path = f"deepstack_merger_list.{deep.index(index)}" if index in deep else None
         self.deepstack: nn.Module | None = None if path is None else tower.make(path)
@@ -238,9 +237,9 @@ class PatchBlock(VisionBlock):
 
         x, grid, *deep = patches
         rows, (x, sizes) = len(x), self.tower.filled(x, grid)
-        windows = self.tower.windows(sizes) if self.windowed else None
-        bounds = get_vision_cu_seqlens(sizes) if windows is None else windows[1]
-        positions = self.tower.in_windows(get_vision_position_ids(sizes, self.tower.merge), sizes)
+        windows = self.tower.windows(sizes)
+        bounds = windows[1] if windows is not None and self.windowed else get_vision_cu_seqlens(sizes)
+        positions = self.tower.in_order(get_vision_position_ids(sizes, self.tower.merge), windows)
         x = self.block(x, cu_seqlens=bounds, position_embeddings=self.rotary(x, positions))
         if self.deepstack is not None:
             deep.append(self.deepstack(x)[: rows // self.tower.merge**2])

@@ -316,8 +316,9 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
         embedding = partial(Embedding, text)
     first, head = LayerSpec(embedding, takes=takes), LayerSpec(Head, text)
     tied = config.tie_word_embeddings
-    if tied and source is not None:
-        tied = open_source(source, text.embedding, whole=True).config.get("tie_word_embeddings", True)
+    weights = None if source is None else open_source(source, text.embedding, whole=True)
+    if tied and weights is not None:
+        tied = weights.config.get("tie_word_embeddings", True)
     if tied:
         first = TiedLayerSpec("embed", embedding, takes=takes)
         head = TiedLayerSpec("embed", embedding, forward_fn=Embedding.attend)
@@ -325,7 +326,7 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     positions += [LayerSpec(Positions, text)] if text.positions else []
     blocks = [LayerSpec(block, text, index, attention=attention) for index in range(text.config.num_hidden_layers)]
     layers = [*front, first, *positions, *blocks, LayerSpec(Norm, text, text.norm), head]
-    return layers if source is None else self_loading(layers, open_source(source, whole=True), model.names())
+    return layers if weights is None else self_loading(layers, weights, model.names())
 
 
 class Embedding(nn.Embedding):

@@ -28,7 +28,7 @@ BUDGET = {
     "zero": 5870,
     "grid": 4839,
     "train": 4341,
-    "cli": 3593,
+    "cli": 3595,
     "data": 2307,
     "checkpoint": 2238,
     "tensor_parallel": 2233,

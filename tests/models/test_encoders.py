@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from support.encoder_models import CASES, Case, make, random_case, trained, wanted
-from support.sweeps import some
+from support.sweeps import on_every_axis, some
 
 
 def require_equal(
@@ -46,16 +46,7 @@ def close(found: Tensor, right: Tensor, what: str) -> None:
     torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-11, msg=f"{what}: {{}}".format)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        ((2, 1, 1), {"schedule": "zb-h1"}),
-        ((1, 1, 2), {}),
-        ((1, 2, 1), {"stage": 3}),
-        ((2, 1, 2), {}),
-    ],
-    ids=["pipe", "tensor", "zero-3", "pipe-tensor"],
-)
+@on_every_axis
 def test_encoders_train_as_in_transformers_on_every_axis(
     ranks: Any, tmp_path: Path, sizes: tuple[int, int, int], options: dict[str, Any]
 ) -> None:

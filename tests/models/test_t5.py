@@ -22,7 +22,7 @@ from triax.testing.check import check
 
 from support.command_line import run_main
 from support.encoder_models import Case
-from support.sweeps import some
+from support.sweeps import on_every_axis, some
 from support.t5_models import CASES, batch_of, make_t5, random_case, trained, wanted
 from support.toys import same
 
@@ -60,16 +60,7 @@ def require_step_equal(found: dict[str, Any], right: dict[str, Any], what: str) 
         close(found["gradients"][name], gradient, msg=f"{what} {name}: {{}}".format)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        ((2, 1, 1), {"schedule": "zb-h1"}),
-        ((1, 1, 2), {}),
-        ((1, 2, 1), {"stage": 3}),
-        ((2, 1, 2), {}),
-    ],
-    ids=["pipe", "tensor", "zero-3", "pipe-tensor"],
-)
+@on_every_axis
 def test_t5_trains_as_in_transformers_on_every_axis(
     ranks: Any, tmp_path: Path, sizes: tuple[int, int, int], options: dict[str, Any]
 ) -> None:

@@ -26,7 +26,7 @@ Batch = tuple[Any, Tensor]  # inputs of the model, and the target
 
 
 class PaperTime(nn.Module):
-    """Frequencies of the released code, of which diffusers' differ, in float64."""
+    """Frequencies of the released code, in float64. Those of diffusers differ from them."""
 
     def forward(self, time: Tensor) -> Tensor:
         turns = time[:, None] / 10000.0 ** (torch.arange(128, dtype=torch.float64) / 128)

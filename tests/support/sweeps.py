@@ -1,4 +1,4 @@
-"""Sweeps of which some cells are in each run, and all in `make test-all`."""
+"""Grids on which models are compared, and sweeps of which some cells are in each run, and all in `make test-all`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
+
+# A test runs on one grid for each axis, and on one with two: (pipe, data, tensor), and options of the engine.
+on_every_axis = pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((2, 1, 1), {"schedule": "zb-h1"}),
+        ((1, 1, 2), {}),
+        ((1, 2, 1), {"stage": 3}),
+        ((2, 1, 2), {}),
+    ],
+    ids=["pipe", "tensor", "zero-3", "pipe-tensor"],
+)
 
 
 def some(cells: Sequence[Any], kept: Collection[int]) -> list[Any]:
