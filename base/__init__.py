@@ -34,6 +34,7 @@ formulas.py: bytes of model states and of ZeRO's communication, by the papers.
 tables.py: tables of figures, in a terminal and as text.
 html.py: tables in HTML, which a notebook shows.
 foreign_tables.py: tables of other libraries' names, in TOML files.
+verbosity.py: how much the command triax prints.
 records.py: what a run writes about itself: an error of writing it never ends the run.
 """
 

@@ -55,6 +55,8 @@ class Command(TyperCommand):
         own = [option for parameter in self.params for option in parameter.opts]
         if (older := OLDER.get((ctx.parent.info_name, name))) is not None:
             return f"{name} is a verb now: type {older}."
+        if name in ("-q", "--quiet", "-v", "--verbose"):
+            return f"{name} stands in front of the command: triax {name} {path_of(ctx).partition(' ')[2]}."
         same = [option for option, others in EQUIVALENTS.items() if _name(name) in others and option in own]
         near = same[0] if same else close(name, own)
         return f"{path_of(ctx)} has no {name}{f'; did you mean {near}?' if near else f'. {_help(ctx)}'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.core import TyperCommand
 from ..base import VERSION
 from ..base.errors import ConfigError
 from ..base.tables import terminal
+from ..base.verbosity import is_verbose, set_verbosity
 from .foreign_options import Command, RunCommand
 from .verbs import COMMANDS, CommandGroup, with_new_names
 
@@ -93,8 +95,14 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress of a run.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print the whole log, and the traceback of an error.")
+    ] = False,
 ) -> None:
-    pass
+    if quiet and verbose:
+        raise ConfigError("--quiet and --verbose contradict each other: give one of them")
+    set_verbosity("quiet" if quiet else "verbose" if verbose else None)
 
 
 def main() -> None:
@@ -102,6 +110,8 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
+        if is_verbose():
+            traceback.print_exc()
         terminal(stderr=True).print(f"triax: {error}", style="red")
         raise SystemExit(2) from None
 

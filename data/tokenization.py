@@ -89,6 +89,7 @@ def tokenize(
     skip_bad: bool = False,
     piece_bytes: int = PIECE_BYTES,
     progress: Callable[[int, int], None] | None = None,
+    wait: bool = False,
 ) -> Tokenized:
     """Tokenize files into a folder. A call that was interrupted is repeated to go on.
 
@@ -105,6 +106,7 @@ def tokenize(
         skip_bad: leave out documents that are empty or not valid, and count them.
         piece_bytes: bytes of the sources that become one file of tokens.
         progress: called with the number of pieces that are done, and of all.
+        wait: wait for another process that tokenizes into ``out``, as long as it lives; False: that is an error.
 
     Raises:
         ConfigError: a document is empty or not valid, with its file and line; or ``out`` has other tokens.
@@ -129,7 +131,7 @@ def tokenize(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made, because {error.strerror}. Give another --out.") from error
-    with _locked(folder):
+    with _locked(folder, wait):
         if (folder / NAME).exists():
             there = TokenFolder(folder)
             if there.index.plan != plan:
@@ -327,11 +329,11 @@ def _key(value: Any) -> int:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path, wait: bool) -> Iterator[None]:
     """Hold the folder's lock, so that one call at a time writes into it."""
     with (folder / ".lock").open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
             raise ConfigError(
                 f"Another process is tokenizing into {folder}. Wait for it, or give another --out."

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import re
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import triax
 from triax.base.foreign_tables import read_table
 from triax.cli.main import __file__ as command_line_file
 from triax.cli.main import app as command_line
+from triax.cli.verbs import GROUPS
 from triax.compat.deepspeed.config.document import markdown as deepspeed_keys
 from triax.compat.deepspeed.ledger import markdown as deepspeed_names
 from triax.options.base import Options, hints_of, sections_in, walk
@@ -72,6 +73,18 @@ PACKAGES = (
     *("triax.compat.deepspeed", "triax.compat.horovod", "triax.compat.huggingface"),
 )
 
+# Subject -> beginnings of the modules that define its names. The first subject that fits is that of a name.
+SUBJECTS: dict[str, tuple[str, ...]] = {
+    "Layers and pipeline stages": ("triax.pipe.",),
+    "Sharded layers": ("triax.tensor_parallel.",),
+    "Grid and processes": ("triax.grid.",),
+    "Engines": ("triax.engine.", "triax.zero.", "triax.inference."),
+    "Options of an engine": ("triax.options.",),
+    "Hugging Face": ("triax.models.huggingface.", "triax.compat.huggingface."),
+    "Models and losses": ("triax.models.",),
+    "Other": ("",),  # data, errors, packages
+}
+
 
 def setup(sphinx: Sphinx) -> None:
     """Register directives, the writer of formulas, the rewriting of docstrings and links, and words of the search."""
@@ -97,11 +110,11 @@ class PublicNames(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Parse the entries in place of the directive."""
-        return self.parse_text_to_nodes(public_names(self.arguments[0]))
+        return self.parse_text_to_nodes(public_names(self.arguments[0]), allow_section_headings=True)
 
 
 def public_names(package: str) -> str:
-    """Return the entries of a package's public names as Markdown."""
+    """Return the entries of a package's public names as Markdown; of ``triax`` itself under a heading for each subject."""
     homes: dict[int, str] = {}
     for each in PACKAGES:
         module = importlib.import_module(each)
@@ -109,26 +122,49 @@ def public_names(package: str) -> str:
             homes.setdefault(id(getattr(module, name)), f"{each}.{name}")
         if each == package:
             break
-    names = sorted(module.__all__)
-    lines = ["| name | |", "|---|---|"]
-    lines += [f"| {{py:obj}}`{name} <{package}.{name}>` | {_summary(getattr(module, name))} |" for name in names]
-    lines += ["", "```{eval-rst}"]
-    for name in names:
-        value, path = getattr(module, name), f"{package}.{name}"
-        home = homes[id(value)] if callable(value) else path
-        if isinstance(value, types.ModuleType):
-            lines += [f".. py:data:: {path}", "", f"   {first_sentence(value)}", ""]
-        elif home != path:
-            lines += [f".. py:data:: {path}", "", f"   Another name of :py:obj:`{home}`.", ""]
-        elif inspect.isclass(value):
-            lines += [f".. autoclass:: {path}", "   :members:", ""]
-        elif inspect.isroutine(value):
-            lines += [f".. autofunction:: {path}", ""]
-        elif callable(value):
-            lines += [f".. py:data:: {path}", "", f"   A :py:obj:`{type(value).__name__}`.", ""]
-        else:
-            lines += [f".. py:data:: {path}", f"   :value: {value!r}", ""]
-    return "\n".join([*lines, "```"])
+    lines: list[str] = []
+    subjects = _by_subject(module) if package == "triax" else {"": sorted(module.__all__)}
+    for subject, names in subjects.items():
+        title = [f"## {subject}", ""] if len(subjects) > 1 else []
+        lines += [*title, "| name | |", "|---|---|"]
+        lines += [f"| {{py:obj}}`{name} <{package}.{name}>` | {_summary(getattr(module, name))} |" for name in names]
+        lines += ["", "```{eval-rst}"]
+        for name in names:
+            lines += _entry(getattr(module, name), f"{package}.{name}", homes)
+        lines += ["```", ""]
+    return "\n".join(lines)
+
+
+def _by_subject(package: types.ModuleType) -> dict[str, list[str]]:
+    """Return the public names of a package by ``SUBJECTS``, in the order of these."""
+    found: dict[str, list[str]] = {subject: [] for subject in SUBJECTS}
+    for name in sorted(package.__all__):
+        value = getattr(package, name)
+        place = f"{getattr(value, '__module__', package.__name__)}."
+        found[next(subject for subject, start in SUBJECTS.items() if place.startswith(start))].append(name)
+    return {subject: names for subject, names in found.items() if names}
+
+
+def _entry(value: Any, path: str, homes: Mapping[int, str]) -> list[str]:
+    """Return the entry of a public name as reStructuredText.
+
+    Args:
+        value: what has the name.
+        path: the name with its package.
+        homes: the name under which each value is described, by its id.
+    """
+    home = homes[id(value)] if callable(value) else path
+    if isinstance(value, types.ModuleType):
+        return [f".. py:data:: {path}", "", f"   {first_sentence(value)}", ""]
+    if home != path:
+        return [f".. py:data:: {path}", "", f"   Another name of :py:obj:`{home}`.", ""]
+    if inspect.isclass(value):
+        return [f".. autoclass:: {path}", "   :members:", ""]
+    if inspect.isroutine(value):
+        return [f".. autofunction:: {path}", ""]
+    if callable(value):
+        return [f".. py:data:: {path}", "", f"   A :py:obj:`{type(value).__name__}`.", ""]
+    return [f".. py:data:: {path}", f"   :value: {value!r}", ""]
 
 
 def _summary(value: Any) -> str:
@@ -242,8 +278,15 @@ EXAMPLES = read_table(command_line_file, "examples.toml")
 
 
 def commands() -> str:
-    """Return the entries of all commands as Markdown."""
-    return "\n".join(_command("triax", typer.main.get_command(command_line)))
+    """Return the entries of all commands as Markdown: what each is for, then its options, in the order of the help."""
+    typed = typer.main.get_command(command_line)
+    lines: list[str] = []
+    for title, names in GROUPS.items():
+        lines += [f"## {title}", "", "| command | |", "|---|---|"]
+        lines += [f"| [`triax {name}`](#triax-{name}) | {text} |" for name, text in names.items()]
+        for name in names:
+            lines += ["", f"(triax-{name})=", *_command(f"triax {name}", typed.commands[name])]
+    return "\n".join(lines)
 
 
 def _command(path: str, command: Any) -> Iterator[str]:
@@ -252,7 +295,7 @@ def _command(path: str, command: Any) -> Iterator[str]:
             yield from _command(f"{path} {name}", command.commands[name])
         return
     context = typer.Context(command, info_name=path)
-    yield from (f"## {path}", "", "```text", f"{path} {' '.join(command.collect_usage_pieces(context))}", "```", "")
+    yield from (f"### {path}", "", "```text", f"{path} {' '.join(command.collect_usage_pieces(context))}", "```", "")
     yield from (_escaped(command.help or ""), "", "```text", f"$ {EXAMPLES[path.partition(' ')[2]]}", "```", "")
     rows = [_row(param, context) for param in command.params if not getattr(param, "hidden", False)]
     if rows:

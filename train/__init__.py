@@ -12,6 +12,7 @@ model_choice.py: the model: a preset, a folder or a function of layers, with ove
 method_checks.py: checks of the method against the other keys. No torch.
 engine_options.py: the engine's options, from the file's sections, and those in another library's keys. No torch.
 job.py: the resolved run: model configuration, topology, schedule, engine configuration, steps. No torch.
+text_data.py: text of the file's ``data``, tokenized once before the run.
 data.py: training and held-out rows, with the checks of tokenizer and vocabulary.
 evaluation.py: the loss on held-out rows.
 tasks.py: metrics of tasks, by lm-eval.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError, CorruptError
@@ -52,10 +53,10 @@ def training_rows(file: TrainingFile, sequence: int) -> Rows:
 
 
 def rows_here(file: TrainingFile, sequence: int) -> Rows | None:
-    """Return the rows that are trained on, or None if they are no packed documents, or not on this machine."""
+    """Return the rows that are trained on, or None if they are no packed documents, no tokens yet, or elsewhere."""
     data = file.data
     names = [data.training] if isinstance(data.training, str) else list(data.training)
-    if file.method is not None or not data.document_mask or not all(map(is_here, names)):
+    if file.method is not None or not data.document_mask or not all(Path(name).is_dir() for name in names):
         return None
     return training_rows(file, sequence)
 

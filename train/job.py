@@ -183,7 +183,7 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
         sequence=sequence,
         steps=steps,
         learning_rate=None if options.lr_scheduler is not None else _learning_rate(file, steps, tokens),
-        tokenizer=_tokenizer(file),
+        tokenizer=tokenizer_of(file),
     )
     costs = file.schedule.layer_costs
     return job if costs is None else cut_by(LayerCosts.from_json(Path(costs)), job)
@@ -363,7 +363,7 @@ def _steps(file: TrainingFile, batch: BatchSizes, tokens: int, sequence: int, vo
     from .data import open_answers, training_rows  # they open the data, which needs numpy and torch
 
     if file.method is not None:
-        answers, _ = open_answers(file, sequence, _tokenizer(file), vocab_size)
+        answers, _ = open_answers(file, sequence, tokenizer_of(file), vocab_size)
         if file.method.form == "prompts":  # a batch counts answers
             return math.ceil(training.epochs * len(answers) * file.method.group / batch.train)
         return math.ceil(training.epochs * len(answers) / batch.train)
@@ -385,7 +385,8 @@ def _learning_rate(file: TrainingFile, steps: int, tokens: int) -> LearningRate:
     return LearningRate(section.schedule, warmup, steps, section.minimum, decay)
 
 
-def _tokenizer(file: TrainingFile) -> str | None:
+def tokenizer_of(file: TrainingFile) -> str | None:
+    """Return the name of the tokenizer: the file's, or that of the model's folder; None: it is not known."""
     if file.tokenizer is not None:
         return file.tokenizer
     folder = file.model.folder

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import AgreedError, CheckpointError, ConfigError
+from ..base.verbosity import show_log
 from ..checkpoint.format import folder as folders
 from ..data.answers import Answers
 from ..data.byte_tokenizer import ByteTokenizer
@@ -445,6 +446,7 @@ def train(job: Job, watches: Sequence[Watch] = ()) -> None:
         job: the run.
         watches: watchers of its steps, beside those that the training file asks for.
     """
+    show_log()
     try:
         run = TrainingRun(job, watches)
     except ConfigError as error:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ..base.errors import ConfigError, to_install
 from ..base.records import Records
+from ..base.verbosity import is_quiet
 from ..engine.monitor.format import numbers_in_words
 from ..engine.monitor.records import StepMetrics
 from ..engine.monitor.report.pictures import draw_losses, draw_schedule
@@ -25,7 +26,8 @@ from ..pipe.program.timeline import Timeline
 class Reporter:
     """Printed and drawn progress of a run. It prints and draws on rank 0 only.
 
-    On a terminal the progress is one line that changes; elsewhere it is a plain line every ``every`` steps.
+    On a terminal the progress is one line that changes; elsewhere it is a plain line every ``every`` steps. ``triax -q``
+    prints neither.
 
     Args:
         folder: folder of the run.
@@ -39,7 +41,7 @@ class Reporter:
     def __init__(
         self, folder: Path, speaks: bool, steps: int, every: int, unit: str = "nats per token", name: str = ""
     ) -> None:
-        self._name = name
+        self._name, self._is_quiet = name, is_quiet()
         self.folder, self.speaks, self.steps, self.every, self.unit = folder, speaks, steps, every, unit
         self._pipelines: list[tuple[float, int, Timeline]] = []  # makespan, step
         self._console = Console(highlight=False, soft_wrap=True)
@@ -48,13 +50,13 @@ class Reporter:
 
     def say(self, text: str = "") -> None:
         """Print a line that stays."""
-        if self.speaks:
+        if self.speaks and not self._is_quiet:
             with self._records.writing("a line of progress"):
                 self._console.print(self._name + text, markup=False)
 
     def start(self) -> None:
         """Begin to show progress."""
-        if self.speaks and self._console.is_terminal:
+        if self.speaks and not self._is_quiet and self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=8)
             self._live.start()
 

@@ -20,6 +20,7 @@ from .drawing import reward_functions
 from .job import Job, resolve
 from .loop import train
 from .sections import TrainingFile
+from .text_data import with_tokens
 
 # Modules that the ranks import, once, in the server that they are forks of.
 PRELOAD = (*TRAINING, "numpy", "rich.live", "triax.train.loop")
@@ -37,6 +38,7 @@ def make_job(file: TrainingFile, processes: int | None = None) -> Job:
     Raises:
         ConfigError: keys that cannot be used; the message names them.
     """
+    file = with_tokens(file)
     environment = read_environment()
     processes = processes if environment is None else environment.world_size
     job = resolve(file, processes, accelerators() or 1)

@@ -56,6 +56,7 @@ def test_triax_plan_searches_without_a_verb() -> None:
         ("plan --gpus 2", "Missing option '--model'. Type triax plan search --help for what it takes."),
         ("plan --model", "Option '--model' requires an argument. Type triax plan search --help for what it takes."),
         ("plan fit rows.csv --mashine b200", "triax machine fit has no --mashine; did you mean --machine?"),
+        ("train x.yaml -v", "-v stands in front of the command: triax -v train."),
         ("generate x --qqq", "triax generate has no --qqq. Type triax generate --help for what it takes."),
         ("generate x --beams 1.5 --prompt a", "--beams = '1.5': give a whole number, not '1.5'."),
         ("generate x --beams 0 --prompt a", "--beams = 0: give 1 or more."),

@@ -166,9 +166,9 @@ def test_every_command_and_option_has_an_entry_in_the_docs() -> None:
     """Compared with what the parser accepts, and with the help that it prints."""
     text = conf().commands()
     for words, command in leaves([], typer.main.get_command(app)):
-        head = f"## triax {' '.join(words)}\n"
+        head = f"### triax {' '.join(words)}\n"
         assert text.count(head) == 1, head
-        entry = text.split(head)[1].partition("\n## ")[0]
+        entry = text.split(head)[1].partition("\n#")[0]
         printed = output_of(*words, "--help", columns=200)
         missing = [
             option

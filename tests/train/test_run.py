@@ -73,6 +73,18 @@ def losses(folder: Path, name: str) -> list[float]:
     return written_losses(folder / "runs" / name)
 
 
+@pytest.mark.parametrize("flag", ["-q", "-v"])
+def test_a_quiet_run_prints_no_progress(folder: Path, flag: str) -> None:
+    (folder / "run.yaml").write_text(yaml.safe_dump(values("run", training={"steps": 2}, grid={"pipe": 2})))
+    done = subprocess.run([*TRIAX, flag, "train", "run.yaml"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout == "") == (flag == "-q") and (folder / "runs" / "run" / "report.html").exists()
+    wrong = subprocess.run([*TRIAX, flag, "train", "none.yaml"], capture_output=True, text=True, check=False)
+    lines = wrong.stderr.splitlines()
+    assert wrong.returncode == 2 and lines[-1].startswith("triax: none.yaml")
+    assert lines[0].startswith("Traceback") if flag == "-v" else len(lines) == 1
+
+
 def test_triax_train_on_four_processes_has_the_losses_of_one(ranks: Any, folder: Path) -> None:
     """Four processes and one process: the same losses; and everything that a run leaves."""
     wide = values(
