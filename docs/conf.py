@@ -114,7 +114,7 @@ class PublicNames(SphinxDirective):
 
 
 def public_names(package: str) -> str:
-    """Return the entries of a package's public names as Markdown; of ``triax`` itself under a heading for each subject."""
+    """Return the entries of a package's public names as Markdown; of ``triax`` under a heading for each subject."""
     homes: dict[int, str] = {}
     for each in PACKAGES:
         module = importlib.import_module(each)

@@ -26,8 +26,8 @@ from ..pipe.program.timeline import Timeline
 class Reporter:
     """Printed and drawn progress of a run. It prints and draws on rank 0 only.
 
-    On a terminal the progress is one line that changes; elsewhere it is a plain line every ``every`` steps. ``triax -q``
-    prints neither.
+    On a terminal the progress is one line that changes; elsewhere it is a plain line every ``every`` steps. With
+    ``triax -q`` there is none.
 
     Args:
         folder: folder of the run.

@@ -333,14 +333,14 @@ class MethodSection(Keys):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection(Keys):
-    """``data``: folders of tokens, or text, which is tokenized first; with a ``method``, files of prompts and answers."""
+    """``data``: folders of tokens, or text, which is tokenized first; with a method, files of prompts and answers."""
 
     MAIN: ClassVar = "training"
 
     training: Any = option(
         REQUIRED,
-        "Folder of tokens, which triax data tokenize writes, or text: a file, or hf://datasets/ORG/NAME; a list of them, "
-        "or a mixture {folder: weight}. With a method: JSON lines, Parquet or Arrow files, or folders of them.",
+        "Folder of tokens, which triax data tokenize writes, or text: a file, or hf://datasets/ORG/NAME; a list of "
+        "them, or a mixture {folder: weight}. With a method: JSON lines, Parquet or Arrow files, or folders of them.",
         read=_some_folders,
     )
     held_out: float | None = option(None, "Share of the documents to hold out for evaluation.", above=0.0, below=1.0)

@@ -250,7 +250,7 @@ PROGRAMS: list[tuple[str, list[int]]] = [
     ("hybrid.py", [1, 1, 1, 2]),
     ("masked.py", []),
     ("masked.py", [2, 1, 2]),
-    ("images.py", [1, 2, 2]),
+    ("images.py", [2, 1, 2, 1]),
     ("backwards.py", []),
     ("backwards.py", [2, 1, 2]),
     ("own.py", []),
@@ -260,7 +260,9 @@ PROGRAMS: list[tuple[str, list[int]]] = [
 
 @pytest.mark.parametrize(("name", "sizes"), some(PROGRAMS, (0, 1, 2, 4, 6, 7, 9, 10)))
 def test_the_programs_of_the_models_page_run(ranks: Any, name: str, sizes: list[int], tmp_path: Path) -> None:
-    ranks(math.prod(sizes), run_page_program, "models.md", str(tmp_path), name, sizes, timeout=60)
+    printed, *_ = ranks(math.prod(sizes), run_page_program, "models.md", str(tmp_path), name, sizes, timeout=60)
+    if name == "images.py":  # a guess is right for 26 of them
+        assert int(printed.split()[2]) > 128, printed
 
 
 def test_every_program_of_the_models_page_is_run() -> None:
