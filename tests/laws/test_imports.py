@@ -71,7 +71,8 @@ _LAUNCHER = (
 _DRY_RUN = ("plugins/dry_run/rank.py", "plugins/dry_run/traced_rank.py")
 # So does the pool of ranks for tests. It pickles values between processes that it started itself, through their pipes.
 _POOL = ("testing/pool.py", "testing/rank_process.py")
-READ_ENVIRONMENT = ("grid/grid.py", "grid/environment.py", *_LAUNCHER, *_DRY_RUN, *_POOL)
+# The ranks of a command inherit how much it prints.
+READ_ENVIRONMENT = ("base/verbosity.py", "grid/grid.py", "grid/environment.py", *_LAUNCHER, *_DRY_RUN, *_POOL)
 
 
 # ------------------------------------------------------------------------------------------ the reading
