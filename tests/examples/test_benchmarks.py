@@ -206,3 +206,11 @@ def test_contenders_of_the_device_benchmark_step_as_a_bare_loop() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     errors = json.loads(done.stdout.splitlines()[-1])
     assert len(errors) >= 6 and all(error < 0.05 for error in errors.values()), errors
+
+
+@pytest.mark.exhaustive
+def test_the_growth_benchmark_measures_each_row(tmp_path: Path) -> None:
+    """Two sizes of each row; the picture is drawn. How fast a row grows is not asserted: it is a time."""
+    found = json.loads(run("growth.py", "--largest", "4", "--json", "--plot", str(tmp_path / "growth.png")))
+    assert len(found) == 11 and all(len(row["seconds"]) == 2 for row in found.values())
+    assert all(min(row["seconds"].values()) > 0 for row in found.values()) and (tmp_path / "growth.png").exists()
