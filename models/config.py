@@ -19,6 +19,7 @@ from .presets import DEEPSEEK_PRESETS, GPT_PRESETS, LLAMA_PRESETS, MIXTRAL_PRESE
 from .recurrent.sizes import sizes_from_fields
 from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, Scaling, YarnScaling
 from .t5_config import T5Config
+from .whisper_config import WhisperConfig
 
 
 @dataclass(frozen=True, repr=False)
@@ -408,7 +409,8 @@ _FORMER = {
 
 CONFIGS: dict[str, type[TransformerConfig]] = {
     cls.__name__: cls
-    for cls in (GPTConfig, LlamaConfig, DecoderConfig, MixtralConfig, DeepseekConfig, EncoderConfig, T5Config)
+    for cls in (GPTConfig, LlamaConfig, DecoderConfig, MixtralConfig, DeepseekConfig)
+    + (EncoderConfig, T5Config, WhisperConfig)
 }
 
 

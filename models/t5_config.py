@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from ..options.base import option
 from .config_base import TransformerConfig
-from .config_groups import Act, MLPFields
+from .config_groups import Act, EncoderDecoderFields
 from .presets import T5_PRESETS, Presets
 
 
 @dataclass(frozen=True, repr=False)
-class T5Config(MLPFields):
+class T5Config(EncoderDecoderFields):
     """Configuration of an encoder and a decoder that reads the encoder's output. With the defaults it is T5-small.
 
     >>> triax.models.T5Config().parameter_count
@@ -39,7 +39,6 @@ class T5Config(MLPFields):
     num_attention_heads: int = 8
     intermediate_size: int = option(2048, "Width of the MLP.", least=1)
     _: KW_ONLY
-    num_decoder_layers: int = option(0, "Number of blocks of the decoder; 0: the encoder's number.", least=0)
     head_dim: int = option(64, "Width of a head. hidden_size need not be a multiple of it.", least=1)
     relative_attention_num_buckets: int = option(
         32, "Number of buckets of distances between tokens, each with a bias of the scores of each head.", least=4
@@ -51,8 +50,6 @@ class T5Config(MLPFields):
     scale_decoder_outputs: bool = option(
         True, "Factor hidden_size ** -0.5 of the logits: True in the first T5, False in T5 v1.1 and Flan-T5."
     )
-    decoder_start_token_id: int = option(0, "Token in front of the labels, in the decoder's input.", least=0)
-    pad_token_id: int = option(0, "Token in the decoder's input in place of labels that are -100.", least=0)
     initializer_range: float = option(
         1.0,
         "Factor of the initial standard deviations: 1 of the embeddings, n ** -0.5 of a weight with n inputs, and of "
@@ -70,10 +67,6 @@ class T5Config(MLPFields):
                 f"relative_attention_max_distance is {distance}, but half of relative_attention_num_buckets={buckets} "
                 f"are of single distances. Give at least {buckets // 2 + 1}."
             )
-        if self.sliding_window is not None:
-            raise ValueError(f"sliding_window is {self.sliding_window}, which T5 lacks. Leave it out.")
-        if not self.num_decoder_layers:
-            self._set(num_decoder_layers=self.num_hidden_layers)
 
     @property
     def layer_count(self) -> int:

@@ -70,6 +70,7 @@ BARE = (
         "models/recurrent/sizes.py",
         "models/rope_scaling.py",
         "models/t5_config.py",
+        "models/whisper_config.py",
     ),
     *("engine/__init__.py", "engine/setup/__init__.py", "engine/setup/asked_schedule.py"),
     # The other files of the folder read the layers of a model, or time kernels.
