@@ -198,27 +198,6 @@ class MLPFields(TransformerConfig):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class EncoderDecoderFields(MLPFields):
-    """Decoder that reads the output of an encoder: T5 and Whisper."""
-
-    num_decoder_layers: int = option(0, "Number of blocks of the decoder; 0: the encoder's number.", least=0)
-    decoder_start_token_id: int = option(0, "Token in front of the labels, in the decoder's input.", least=0)
-    pad_token_id: int = option(0, "Token in the decoder's input in place of labels that are -100.", least=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sliding_window is not None:
-            raise ValueError(f"sliding_window is {self.sliding_window}, which {self.title} lacks. Leave it out.")
-        if not self.num_decoder_layers:
-            self._set(num_decoder_layers=self.num_hidden_layers)
-
-    @property
-    def title(self) -> str:
-        """Name of the architecture, such as ``T5``."""
-        return type(self).__name__.removesuffix("Config")
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
 class ExpertFields(BlockFields, MLPFields):
     """Mixtures of experts in place of MLPs."""
 

@@ -8,9 +8,9 @@ Shapes: B rows of S source tokens and T target tokens, D the width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,17 +19,19 @@ from torch import Tensor, nn
 
 from ..context.dropout import dropout
 from ..grid import Grid
-from ..grid.randomness.random import Distribution
-from ..tensor_parallel.linear import ColumnParallelLinear
+from ..grid.randomness.random import Constant, Distribution, Normal
+from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import ShardedAttention
 from .attention_options import ScoreOptions
-from .config_groups import EncoderDecoderFields
+from .config import T5Config, WhisperConfig
 from .head_groups import project_together
 from .layers import normalized
 from .mlp import MLP, GatedMLP
 
+Mask = Tensor | None
 
-def source_and_target(config: EncoderDecoderFields, names: Sequence[str], inputs: Any, labels: Any) -> list[Any]:
+
+def source_and_target(config: T5Config | WhisperConfig, names: Sequence[str], inputs: Any, labels: Any) -> list[Any]:
     """Return the fields of a microbatch, the last of which is the decoder's input, integers (B, T).
 
     Without this last field it is the labels (B, T), moved by one token, as in transformers.
@@ -62,40 +64,33 @@ def source_and_target(config: EncoderDecoderFields, names: Sequence[str], inputs
 
 
 class CrossAttention(ShardedAttention):
-    """Attention to the tokens themselves or to those of another sequence. A subclass makes the projections.
+    """Attention to the tokens themselves or to those of another sequence. Keys have no bias.
 
     Args:
         config: the model's configuration.
         head_dim: width of a head.
         options: options of mask and scores.
-        grid, sequence_parallel: as for ``ShardedAttention``.
+        stds: standard deviations of the initial weights of q, of k and v, and of out.
+        bias: q, v and out have biases.
+        common: grid and sequence_parallel, as for ``ShardedAttention``.
 
     Attributes:
-        q: projection to queries, (H dim, D), sharded by heads.
-        out: projection of the output, (D, H dim), sharded by heads.
+        q, k, v: (H dim, D), sharded by heads.
+        out: (D, H dim), sharded by heads.
     """
 
-    q: ColumnParallelLinear
-
     def __init__(
-        self,
-        config: EncoderDecoderFields,
-        head_dim: int,
-        options: ScoreOptions,
-        *,
-        grid: Grid,
-        sequence_parallel: bool = False,
+        self, config: Any, head_dim: int, options: ScoreOptions, stds: Sequence[float], bias: bool, **common: Any
     ) -> None:
-        super().__init__(config.num_attention_heads, options, grid=grid, sequence_parallel=sequence_parallel)
-        self.head_dim, self.title = head_dim, config.title
+        super().__init__(config.num_attention_heads, options, **common)
+        self.title, self.head_dim, inner = config.title, head_dim, config.num_attention_heads * head_dim
+        of_queries, of_pairs, of_output = map(Normal, stds)
+        common |= {"unit": head_dim, "bias_init": Constant(0.0)}
+        make = partial(ColumnParallelLinear, config.hidden_size, inner, **common)
+        self.q, self.k, self.v = make(bias, init=of_queries), make(False, init=of_pairs), make(bias, init=of_pairs)
+        self.out = RowParallelLinear(inner, config.hidden_size, bias, init=of_output, **common)
 
-    def keys_and_values(self) -> tuple[ColumnParallelLinear, ...]:
-        """Return the projections to keys and to values, or to both."""
-        raise NotImplementedError
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, seen: Tensor | None = None, bias: Tensor | None = None, other: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, seen: Mask = None, bias: Mask = None, other: Mask = None) -> Tensor:  # type: ignore[override]
         """Attend.
 
         Args:
@@ -110,13 +105,11 @@ class CrossAttention(ShardedAttention):
         if self.sparsity is not None:
             raise ValueError(f"{self.title} has no sparse attention. Leave out sparse_attention.")
         project = partial(project_together, axis=self.axis, sequence_parallel=self.sequence_parallel)
-        layers = self.keys_and_values()
         if other is None:
-            projected = project(x, (self.q, *layers))
+            projected = project(x, (self.q, self.k, self.v))
         else:
-            projected = (self.q(x), *project(other, layers))
-        form = "b t (parts heads dim) -> parts b heads t dim"
-        q, k, v = (part for y in projected for part in rearrange(y, form, heads=self.heads, dim=self.head_dim))
+            projected = (self.q(x), *project(other, (self.k, self.v)))
+        q, k, v = (rearrange(y, "b t (heads dim) -> b heads t dim", dim=self.head_dim) for y in projected)
         mask = None
         if seen is not None:
             bias = q.new_zeros(()) if bias is None else bias.to(q.dtype)
@@ -129,14 +122,13 @@ class CrossAttention(ShardedAttention):
 class EncoderDecoderBlock(nn.Module):
     """Block: self-attention, in the decoder attention to the encoder's output, and MLP, each behind a norm.
 
+    A subclass has ``make_norm``, the class of its norms, and ``make_attention``.
+
     Args:
         config: the model's configuration.
-        decodes: the block is one of the decoder.
+        decodes: the block is one of the decoder, in which a token attends to itself and to earlier ones only.
         grid, sequence_parallel: as for ``ResidualBlock``.
-        make_norm: the norms' maker, as for ``ResidualBlock``.
-        make_attention: maker of attention, called as ``make_attention(config, causal, grid=...,
-            sequence_parallel=...)``.
-        init, out_init: distributions of the initial weights of the MLP, as for ``MLP``.
+        inits: distributions of the initial weights of the MLP, as for ``MLP``.
 
     Attributes:
         attention, cross, mlp: the branches; cross is None in the encoder.
@@ -145,17 +137,10 @@ class EncoderDecoderBlock(nn.Module):
         ValueError: the grid has a context axis, or the tensor axis is larger than the number of heads.
     """
 
+    make_norm: ClassVar[type[Any]]
+
     def __init__(
-        self,
-        config: EncoderDecoderFields,
-        decodes: bool,
-        *,
-        grid: Grid,
-        sequence_parallel: bool = False,
-        make_norm: Callable[..., nn.Module],
-        make_attention: Callable[..., CrossAttention],
-        init: Distribution | None = None,
-        out_init: Distribution | None = None,
+        self, config: Any, decodes: bool, *, grid: Grid, sequence_parallel: bool = False, **inits: Distribution
     ) -> None:
         super().__init__()
         config.check_tensor(grid.tensor.size)
@@ -164,34 +149,30 @@ class EncoderDecoderBlock(nn.Module):
                 f"{config.title} needs context=1, but the grid has context={grid.context.size}. Change it."
             )
         common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
-        norm = partial(make_norm, config.hidden_size, config.norm_epsilon, **common)
+        norm = partial(self.make_norm, config.hidden_size, config.norm_epsilon, **common)
         drop = partial(dropout, config.dropout, grid, sequence_parallel)
-        self.norm1, self.attention, self.dropout1 = norm(), make_attention(config, decodes, **common), drop()
+        self.norm1, self.attention, self.dropout1 = norm(), self.make_attention(config, decodes, **common), drop()
         self.norm2 = norm() if decodes else None
-        self.cross = make_attention(config, False, **common) if decodes else None
+        self.cross = self.make_attention(config, False, **common) if decodes else None
         self.dropout2, self.norm3, self.dropout3 = drop(), norm(), drop()
-        self.mlp = (GatedMLP if config.gated else MLP)(
-            config, activation=config.hidden_act, bias=config.mlp_bias, init=init, out_init=out_init, **common
-        )
+        mlp = GatedMLP if config.gated else MLP
+        self.mlp = mlp(config, activation=config.hidden_act, bias=config.mlp_bias, **inits, **common)
 
-    def run(
-        self,
-        x: Tensor,
-        other: Tensor,
-        seen: Tensor | None = None,
-        bias: Tensor | None = None,
-        seen_source: Tensor | None = None,
-    ) -> Tensor:
+    def make_attention(self, config: Any, causal: bool, **common: Any) -> CrossAttention:
+        """Make an attention of the model."""
+        raise NotImplementedError
+
+    def run(self, x: Tensor, other: Tensor, seen: Mask = None, bias: Mask = None, source: Mask = None) -> Tensor:
         """Run the block: (B, T, D) -> (B, T, D).
 
         Args:
             x: the residual stream.
             other: the encoder's output, of a block of the decoder.
             seen, bias: as for the self-attention.
-            seen_source: True where a query attends to a token of the source; None: to all.
+            source: True where a query attends to a token of the source; None: to all.
         """
         x = x + self.dropout1(self.attention(self.norm1(x), seen, bias))
         if self.cross is not None:
-            x = x + self.dropout2(self.cross(normalized(x, self.norm2), seen_source, other=other))
+            x = x + self.dropout2(self.cross(normalized(x, self.norm2), source, other=other))
         y: Tensor = x + self.dropout3(self.mlp(self.norm3(x)))
         return y

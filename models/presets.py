@@ -138,10 +138,7 @@ T5_PRESETS: Presets = {
 # Radford et al. 2022, arXiv:2212.04356, table 1, and the configurations released with the weights.
 WHISPER_PRESETS: Presets = {
     "whisper-tiny": _shape(384, 4, 6),
-    "whisper-base": _shape(512, 6, 8, intermediate_size=2048),
     "whisper-small": _shape(768, 12, 12, intermediate_size=3072),
-    "whisper-medium": _shape(1024, 24, 16, intermediate_size=4096),
-    "whisper-large-v2": _shape(1280, 32, 20, intermediate_size=5120),
     "whisper-large-v3": _shape(1280, 32, 20, intermediate_size=5120, vocab_size=51866, num_mel_bins=128),
     "whisper-toy": _shape(32, 2, 4, intermediate_size=88, max_source_positions=12, max_position_embeddings=16)
     | {"num_mel_bins": 5, "decoder_start_token_id": 1, "pad_token_id": 0, **_BYTES},

@@ -38,7 +38,6 @@ from ..grid import Grid
 from ..grid.layout import Layout
 from ..grid.randomness.random import Normal, sharded_parameter
 from ..pipe.spec import LayerSpec, TiedLayerSpec
-from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import RMSNorm
 from .attention_options import ScoreOptions
 from .config import T5Config
@@ -180,54 +179,28 @@ class StackEnd(RMSNorm):
         return x if self.last else (x, mask, other)
 
 
-class T5Attention(CrossAttention):
-    """Attention of T5, to the tokens themselves or to those of another text: no biases, scores without a factor.
-
-    Args:
-        config: the model's configuration.
-        causal: a token attends to itself and to earlier ones only.
-        grid, sequence_parallel: as for ``CrossAttention``.
-
-    Attributes, beside those of ``CrossAttention``:
-        kv: (2 H dim, D), the keys, then the values, each sharded by heads.
-    """
-
-    def __init__(self, config: T5Config, causal: bool, *, grid: Grid, sequence_parallel: bool = False) -> None:
-        width, dim, factor = config.hidden_size, config.head_dim, config.initializer_range
-        common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
-        super().__init__(config, dim, ScoreOptions(causal=causal, scale=1.0), **common)
-        inner, init = config.num_attention_heads * dim, Normal(factor * width**-0.5)
-        common |= {"bias": False, "unit": dim}
-        self.q = ColumnParallelLinear(width, inner, init=Normal(factor * (width * dim) ** -0.5), **common)
-        self.kv = ColumnParallelLinear(width, 2 * inner, parts=(inner, inner), init=init, **common)
-        self.out = RowParallelLinear(inner, width, init=Normal(factor * inner**-0.5), **common)
-
-    def keys_and_values(self) -> tuple[ColumnParallelLinear, ...]:
-        """Return the projection to both."""
-        return (self.kv,)
-
-
 class T5Block(EncoderDecoderBlock):
-    """Block of T5, with RMSNorms, and scores with biases and a mask of the source.
+    """Block of T5, with RMSNorms, no biases, and scores with a mask of the source and a bias of the distance.
 
     Args:
         config: the model's configuration.
-        decodes: the block is one of the decoder, in which a token attends to itself and to earlier ones only.
-        grid, sequence_parallel: as for ``EncoderDecoderBlock``.
+        decodes, grid, sequence_parallel: as for ``EncoderDecoderBlock``.
     """
+
+    make_norm = RMSNorm
 
     def __init__(self, config: T5Config, decodes: bool, *, grid: Grid, sequence_parallel: bool = False) -> None:
-        super().__init__(
-            config,
-            decodes,
-            grid=grid,
-            sequence_parallel=sequence_parallel,
-            make_norm=RMSNorm,
-            make_attention=T5Attention,
-            init=Normal(config.initializer_range * config.hidden_size**-0.5),
-            out_init=Normal(config.initializer_range * config.intermediate_size**-0.5),
-        )
+        sizes = {"init": config.hidden_size, "out_init": config.intermediate_size}
+        inits = {name: Normal(config.initializer_range * size**-0.5) for name, size in sizes.items()}
+        super().__init__(config, decodes, grid=grid, sequence_parallel=sequence_parallel, **inits)
         self.config, self.shards = config, grid.tensor.size if sequence_parallel else 1
+
+    def make_attention(self, config: T5Config, causal: bool, **common: Any) -> CrossAttention:
+        """Make an attention with scores without a factor."""
+        width, dim, factor = config.hidden_size, config.head_dim, config.initializer_range
+        inputs = width * dim, width, config.num_attention_heads * dim
+        stds = [factor * size**-0.5 for size in inputs]
+        return CrossAttention(config, dim, ScoreOptions(causal=causal, scale=1.0), stds, False, **common)
 
     def forward(self, value: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Run the block: (x, mask, table, other) -> (x, mask, table, other)."""

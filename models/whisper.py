@@ -33,15 +33,15 @@ from torch import Tensor, nn
 from ..context.dropout import dropout
 from ..grid import Grid
 from ..grid.comm.regions import split_gather
-from ..grid.randomness.random import Constant, Normal
+from ..grid.randomness.random import Normal
 from ..pipe.spec import LayerSpec, TiedLayerSpec
-from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import LayerNorm
 from .attention_options import ScoreOptions
 from .config import WhisperConfig
+from .encoder import EncoderNorm
 from .encoder_decoder import CrossAttention, EncoderDecoderBlock, source_and_target
 from .encoder_losses import MaskedLMLoss as WhisperLoss
-from .layers import TokenEmbedding
+from .layers import FinalLayerNorm, TokenEmbedding
 from .positions import PositionEmbedding
 
 __all__ = ["WhisperConfig", "WhisperLoss", "whisper_layers"]
@@ -70,6 +70,7 @@ def whisper_layers(config: WhisperConfig, sequence_parallel: bool = False) -> li
         The specs. The embedding of the target and the head have one weight.
     """
     common: dict[str, Any] = {"sequence_parallel": sequence_parallel}
+    norm = config.hidden_size, config.norm_epsilon
     embedding = partial(
         TiedLayerSpec,
         *("embed", TokenEmbedding, config.vocab_size, config.hidden_size),
@@ -80,11 +81,11 @@ def whisper_layers(config: WhisperConfig, sequence_parallel: bool = False) -> li
     return [
         LayerSpec(FeatureEmbedding, config, takes="labels", **common),
         *[LayerSpec(WhisperBlock, config, decodes=False, **common)] * config.num_hidden_layers,
-        LayerSpec(StackNorm, config, last=False, **common),
+        LayerSpec(EncoderNorm, *norm, **common),  # of the first of two
         embedding(forward_fn=_embed_target),
         LayerSpec(TargetPositions, config, **common),
         *[LayerSpec(WhisperBlock, config, decodes=True, **common)] * config.num_decoder_layers,
-        LayerSpec(StackNorm, config, last=True, **common),
+        LayerSpec(FinalLayerNorm, *norm, **common),
         embedding(forward_fn=TokenEmbedding.attend),
     ]
 
@@ -105,7 +106,8 @@ class FeatureEmbedding(nn.Module):
         sequence_parallel: return on each tensor-parallel rank only its shard of the tokens.
 
     Attributes:
-        conv1, conv2: convolutions over three frames, whole on every tensor-parallel rank; conv2 has stride 2.
+        conv1, conv2: convolutions over three frames, whole on every tensor-parallel rank, with torch's initial weights;
+            conv2 has stride 2.
         positions: (S, D), sinusoids, which are not trained.
 
     Raises:
@@ -122,9 +124,6 @@ class FeatureEmbedding(nn.Module):
             raise ValueError(f"tensor={self.axis.size} does not divide {tokens}. Leave out sequence_parallel.")
         self.conv1 = nn.Conv1d(config.num_mel_bins, width, 3, padding=1)
         self.conv2 = nn.Conv1d(width, width, 3, stride=2, padding=1)
-        for conv in (self.conv1, self.conv2):
-            nn.init.normal_(conv.weight, std=config.initializer_range)
-            nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
         self.positions = nn.Parameter(sinusoids(length, width), requires_grad=False)
         self.dropout = dropout(config.dropout, grid, sequence_parallel)
 
@@ -132,9 +131,8 @@ class FeatureEmbedding(nn.Module):
         """Embed the features, and return the decoder's ids beside them: (x, t)."""
         features, target = source_and_target(self.config, ("input_features", "decoder_input_ids"), inputs, labels)
         shape = self.config.num_mel_bins, 2 * self.config.max_source_positions
-        if not isinstance(features, Tensor) or features.shape[1:] != shape:
-            given = tuple(features.shape[1:]) if isinstance(features, Tensor) else f"a {type(features).__name__}"
-            raise ValueError(f"input_features of a row are {given}, but the model takes {shape}. Pad or cut the sound.")
+        if (found := tuple(getattr(features, "shape", ())[1:])) != shape:
+            raise ValueError(f"input_features of a row are {found}, but the model takes {shape}. Pad or cut the sound.")
         x = F.gelu(self.conv2(F.gelu(self.conv1(features)))).transpose(1, 2) + self.positions
         return self.dropout(split_gather(x, self.axis, dim=1) if self.sequence_parallel else x), target
 
@@ -153,65 +151,16 @@ class TargetPositions(PositionEmbedding):
         return super().forward(x), encoded
 
 
-class StackNorm(LayerNorm):
-    """Norm at the end of a stack, of (x, other).
-
-    Args:
-        config: the model's configuration.
-        last: return x alone, of the decoder; False: return (x, other).
-        grid, sequence_parallel: as for ``LayerNorm``.
-    """
-
-    def __init__(self, config: WhisperConfig, last: bool, *, grid: Grid, sequence_parallel: bool = False) -> None:
-        super().__init__(config.hidden_size, config.norm_epsilon, grid=grid, sequence_parallel=sequence_parallel)
-        self.last = last
-
-    def forward(self, x: Any) -> Any:
-        """Normalize the first of (x, other)."""
-        x, other = x
-        x = super().forward(x)
-        return x if self.last else (x, other)
-
-
-class WhisperAttention(CrossAttention):
-    """Attention of Whisper, to the tokens themselves or to those of the source; keys have no bias.
-
-    Args:
-        config: the model's configuration.
-        causal: a token attends to itself and to earlier ones only.
-        grid, sequence_parallel: as for ``CrossAttention``.
-
-    Attributes, beside those of ``CrossAttention``:
-        k, v: projections to keys and to values, (D, D), sharded by heads.
-    """
-
-    def __init__(self, config: WhisperConfig, causal: bool, *, grid: Grid, sequence_parallel: bool = False) -> None:
-        width, dim = config.hidden_size, config.hidden_size // config.num_attention_heads
-        common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
-        super().__init__(config, dim, ScoreOptions(causal=causal), **common)
-        common |= {"unit": dim, "init": Normal(config.initializer_range), "bias_init": Constant(0.0)}
-        self.q = ColumnParallelLinear(width, width, True, **common)
-        self.k = ColumnParallelLinear(width, width, False, **common)
-        self.v = ColumnParallelLinear(width, width, True, **common)
-        self.out = RowParallelLinear(width, width, True, **common)
-
-    def keys_and_values(self) -> tuple[ColumnParallelLinear, ...]:
-        """Return the projections to keys and to values."""
-        return self.k, self.v
-
-
 class WhisperBlock(EncoderDecoderBlock):
-    """Block of Whisper, with LayerNorms.
+    """Block of Whisper, with LayerNorms and biases; arguments as for ``EncoderDecoderBlock``."""
 
-    Args:
-        config: the model's configuration.
-        decodes: the block is one of the decoder, in which a token attends to itself and to earlier ones only.
-        grid, sequence_parallel: as for ``EncoderDecoderBlock``.
-    """
+    make_norm = LayerNorm
 
-    def __init__(self, config: WhisperConfig, decodes: bool, *, grid: Grid, sequence_parallel: bool = False) -> None:
-        common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
-        super().__init__(config, decodes, make_norm=LayerNorm, make_attention=WhisperAttention, **common)
+    def make_attention(self, config: WhisperConfig, causal: bool, **common: Any) -> CrossAttention:
+        """Make an attention."""
+        dim, std = config.hidden_size // config.num_attention_heads, config.initializer_range
+        stds = std, std, config.residual_std
+        return CrossAttention(config, dim, ScoreOptions(causal=causal), stds, True, **common)
 
     def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Run the block: (x, other) -> (x, other)."""

@@ -13,7 +13,7 @@ from ..base.named_function import named_function
 from ..base.option_error import OptionError
 from ..grid.topology import Topology
 from ..models.config import CONFIGS, EncoderConfig, TransformerConfig, config_from_fields
-from ..models.config_groups import EncoderDecoderFields
+from ..models.encoder_decoder_config import EncoderDecoderFields
 from ..models.huggingface.config import from_hf, is_reward, read_config
 from ..pipe.partition import boundaries
 from ..pipe.program.schedule import Schedule

@@ -57,25 +57,15 @@ _T5_KEYS: dict[str, Key] = {
     "pad_token_id": 0,
     "tie_word_embeddings": True,
 }
-_WHISPER_KEYS: dict[str, Key] = {
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": ("max_target_positions", 448),
-    "hidden_size": "d_model",
-    "num_hidden_layers": "encoder_layers",
-    "num_attention_heads": "encoder_attention_heads",
-    "intermediate_size": "encoder_ffn_dim",
-    "num_decoder_layers": ("decoder_layers", 4),
-    "max_source_positions": 1500,
-    "num_mel_bins": 80,
-    "dropout": ("dropout", 0.0),
-    "initializer_range": ("init_std", 0.02),
-    "hidden_act": ("activation_function", "gelu"),
-    "decoder_start_token_id": 50257,
-    "pad_token_id": 50256,
-}
+_WHISPER_KEYS: dict[str, Key] = {"vocab_size": "vocab_size", "hidden_size": "d_model"}
+_WHISPER_KEYS |= {"num_hidden_layers": "encoder_layers", "num_attention_heads": "encoder_attention_heads"}
+_WHISPER_KEYS |= {"intermediate_size": "encoder_ffn_dim", "num_decoder_layers": ("decoder_layers", 4)}
+_WHISPER_KEYS |= {"max_source_positions": 1500, "max_position_embeddings": ("max_target_positions", 448)}
+_WHISPER_KEYS |= {"num_mel_bins": 80, "dropout": ("dropout", 0.0), "hidden_act": ("activation_function", "gelu")}
+_WHISPER_KEYS |= {"initializer_range": ("init_std", 0.02), "decoder_start_token_id": 50257, "pad_token_id": 50256}
 _WHISPER_ONLY: dict[str, tuple[Any, ...]] = {"activation_function": _ACTS, "tie_word_embeddings": (True,)}
-_WHISPER_ONLY |= {f"{part}_dropout": (0.0, 0) for part in ("attention", "activation")}
-_WHISPER_ONLY |= {"encoder_layerdrop": (0.0, 0), "decoder_layerdrop": (0.0, 0), "apply_spec_augment": (False,)}
+_WHISPER_ONLY |= dict.fromkeys(("attention_dropout", "activation_dropout"), (0.0, 0))
+_WHISPER_ONLY |= dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"), (0.0, 0)) | {"apply_spec_augment": (False,)}
 
 # -------------------------------------------------------------------------------------------------- names of parameters
 
@@ -225,9 +215,8 @@ def _t5_names(config: Config) -> Names:
     for layer, at, branches in blocks:
         for n, branch in enumerate(branches):
             of, norm = f"{at}.{n}.{('SelfAttention', 'EncDecAttention')[n]}", f"layers.{layer}.norm{n + 1}.weight"
-            names |= {norm: f"{at}.{n}.layer_norm.weight", f"layers.{layer}.{branch}.q.weight": f"{of}.q.weight"}
-            names[f"layers.{layer}.{branch}.kv.weight"] = f"{of}.k.weight", f"{of}.v.weight"
-            names[f"layers.{layer}.{branch}.out.weight"] = f"{of}.o.weight"
+            names[norm], parts = f"{at}.{n}.layer_norm.weight", {"q": "q", "k": "k", "v": "v", "out": "o"}
+            names |= {f"layers.{layer}.{branch}.{p}.weight": f"{of}.{their}.weight" for p, their in parts.items()}
         of = f"{at}.{len(branches)}.DenseReluDense"
         names[f"layers.{layer}.norm3.weight"] = f"{at}.{len(branches)}.layer_norm.weight"
         names[f"layers.{layer}.mlp.up.weight"] = f"{of}.wi.weight"
@@ -236,18 +225,10 @@ def _t5_names(config: Config) -> Names:
     return names
 
 
-_WHISPER_BLOCK = {
-    "norm1": "self_attn_layer_norm",
-    "norm2": "encoder_attn_layer_norm",
-    "norm3": "final_layer_norm",
-    "mlp.up": "fc1",
-    "mlp.down": "fc2",
-    **{
-        f"{ours}.{part}": f"{theirs}.{part}_proj"
-        for ours, theirs in (("attention", "self_attn"), ("cross", "encoder_attn"))
-        for part in ("q", "k", "v", "out")
-    },
-}
+_WHISPER_BLOCK = {"norm1": "self_attn_layer_norm", "norm2": "encoder_attn_layer_norm", "norm3": "final_layer_norm"}
+_WHISPER_BLOCK |= {"mlp.up": "fc1", "mlp.down": "fc2"}
+_WHISPER_BLOCK |= {f"attention.{part}": f"self_attn.{part}_proj" for part in ("q", "k", "v", "out")}
+_WHISPER_BLOCK |= {f"cross.{part}": f"encoder_attn.{part}_proj" for part in ("q", "k", "v", "out")}
 
 
 def _whisper_names(config: Config) -> Names:

@@ -96,9 +96,3 @@ class PaddedProjector(Projector):
     def forward(self, value: Marked) -> Marked:  # type: ignore[override]
         """Project: (B n, S, D) of the tower -> (B n, P, D) of the language model, with the marks."""
         return super().forward(value[0]), value[1]
-
-
-def features_of_images(value: Marked) -> Tensor:
-    """Return the features of the images that are not padding, (N, P, D)."""
-    features, marks = value
-    return features[(marks >= 0).all(1)]

@@ -45,7 +45,7 @@ from .families import FAMILIES
 from .family import Family
 from .load import self_loading
 from .names import Names, OneRow, expand
-from .padded_layers import PADDED_FAMILIES, Marked, PaddedTower, features_of_images
+from .padded_layers import PADDED_FAMILIES, Marked, PaddedTower
 from .parallelize import shard_part
 from .patch_layers import PATCH_FAMILIES, Patches, PatchTower
 from .reader import open_source
@@ -406,7 +406,8 @@ class PaddedTextEmbedding(ImageTextEmbedding):
 
     def forward(self, features: Marked, input_ids: Tensor) -> Tensor:  # type: ignore[override]
         """Look up the tokens (B, T), and put the features of the other images there: -> (B, T / c, D)."""
-        return super().forward(features_of_images(features), input_ids)
+        x, marks = features
+        return super().forward(x[(marks >= 0).all(1)], input_ids)
 
 
 class GemmaTextEmbedding(ImageTextEmbedding):

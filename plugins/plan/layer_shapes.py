@@ -23,9 +23,9 @@ from ...grid.layout import Layout, layout_of
 from ...models.alibi import Alibi
 from ...models.attention import SelfAttention, ShardedAttention
 from ...models.config import CONFIGS, AnyDecoderConfig, DeepseekConfig, EncoderConfig, TransformerConfig
-from ...models.config_groups import EncoderDecoderFields
 from ...models.decoder import Projection
 from ...models.deepseek import LatentOptions
+from ...models.encoder_decoder_config import EncoderDecoderFields
 from ...models.layers import ResidualBlock, WithoutNorm
 from ...models.mlp import MLP, GatedMLP
 from ...models.positions import PositionEmbedding

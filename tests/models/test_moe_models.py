@@ -21,8 +21,8 @@ from triax.cli.model_folder import family
 from triax.context.order import gather
 from triax.grid import Grid
 from triax.models.config import DeepseekConfig, EncoderConfig, MixtralConfig, YarnScaling, config_from_fields
-from triax.models.config_groups import EncoderDecoderFields
 from triax.models.deepseek import deepseek_layers
+from triax.models.encoder_decoder_config import EncoderDecoderFields
 from triax.models.huggingface import reader
 from triax.models.huggingface.config import INDEXED, entries, from_hf, read_config, text_part, to_hf
 from triax.models.huggingface.export import export

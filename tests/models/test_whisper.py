@@ -111,7 +111,7 @@ def test_positions_of_whispers_encoder_are_sinusoids_without_gradient() -> None:
             "Whisper takes input_features, decoder_input_ids and labels, not the field 'attention_mask'",
         ),
         ({"input_features": sound(frames=23)}, rows(), r"of a row are \(5, 23\), but the model takes \(5, 24\)"),
-        ({"decoder_input_ids": rows()}, rows(), r"of a row are a NoneType, but the model takes \(5, 24\)"),
+        ({"decoder_input_ids": rows()}, rows(), r"of a row are \(\), but the model takes \(5, 24\)"),
         (sound(), None, "Whisper needs labels or decoder_input_ids"),
         (sound(), rows(length=17), "the sequence has 17 tokens, but the model has 16 positions"),
     ],
