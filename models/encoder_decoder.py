@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..context.dropout import dropout
 from ..grid import Grid
-from ..grid.randomness.random import Constant, Distribution, Normal
+from ..grid.randomness.random import Constant, Normal
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import ShardedAttention
 from .attention_options import ScoreOptions
@@ -87,10 +87,11 @@ class CrossAttention(ShardedAttention):
         of_queries, of_pairs, of_output = map(Normal, stds)
         common |= {"unit": head_dim, "bias_init": Constant(0.0)}
         make = partial(ColumnParallelLinear, config.hidden_size, inner, **common)
-        self.q, self.k, self.v = make(bias, init=of_queries), make(False, init=of_pairs), make(bias, init=of_pairs)
+        self.q, self.k = make(bias=bias, init=of_queries), make(bias=False, init=of_pairs)
+        self.v = make(bias=bias, init=of_pairs)
         self.out = RowParallelLinear(inner, config.hidden_size, bias, init=of_output, **common)
 
-    def forward(self, x: Tensor, seen: Mask = None, bias: Mask = None, other: Mask = None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, seen: Mask = None, bias: Mask = None, other: Mask = None) -> Tensor:
         """Attend.
 
         Args:
@@ -137,10 +138,10 @@ class EncoderDecoderBlock(nn.Module):
         ValueError: the grid has a context axis, or the tensor axis is larger than the number of heads.
     """
 
-    make_norm: ClassVar[type[Any]]
+    make_norm: ClassVar[type[nn.Module]]
 
     def __init__(
-        self, config: Any, decodes: bool, *, grid: Grid, sequence_parallel: bool = False, **inits: Distribution
+        self, config: Any, decodes: bool, *, grid: Grid, sequence_parallel: bool = False, **inits: Any
     ) -> None:
         super().__init__()
         config.check_tensor(grid.tensor.size)

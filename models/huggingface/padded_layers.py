@@ -86,7 +86,7 @@ class PaddedBlock(VisionBlock):
         from transformers.masking_utils import create_bidirectional_mask
 
         x, marks = value
-        mask = create_bidirectional_mask(self.config, x, marks != 0) if len(x) else None
+        mask: Any = create_bidirectional_mask(self.config, x, marks != 0) if len(x) else None
         return run_on_images(self.block, x, attention_mask=mask), marks
 
 

@@ -23,8 +23,9 @@ from .names import Entry, swapped
 
 _LONGEST = 200  # characters of a name
 _CHUNK = 2**24  # elements that are compared at once
-_HEADS = ("lm_head.weight", "embed_out.weight", "lm_head.decoder.weight", "cls.predictions.decoder.weight")
-_HEADS += ("proj_out.weight",)
+_HEADS = tuple(
+    f"{name}.weight" for name in ("lm_head", "embed_out", "lm_head.decoder", "cls.predictions.decoder", "proj_out")
+)
 # Tensors in such files that are no weights: masks and rotary tables.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 

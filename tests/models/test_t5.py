@@ -171,8 +171,8 @@ def test_what_a_t5_does_not_do_is_refused(tmp_path: Path) -> None:
     model = module(loss_fn=T5Loss(Grid(), TINY.vocab_size))
     with pytest.raises(ValueError, match=r"the model has an encoder \(causal=False\)"):
         triax.init_inference(model)
-    for attention in (model.layers["2"].attention, model.layers["7"].cross):
-        assert attention.refuses_slices == "attends to later tokens too (causal=False)"  # type: ignore[union-attr]
+    for part in (model.layers["2"].attention, model.layers["7"].cross):
+        assert part.refuses_slices == "attends to later tokens too (causal=False)"  # type: ignore[union-attr]
     (tmp_path / "t5.yaml").write_text(
         "model: {preset: t5-tiny}\ndata: {training: text}\ntraining: {steps: 3, sequence: 32}\nbatch: 4\n"
         "optimizer: {type: AdamW, params: {lr: 0.001}}\n"

@@ -313,7 +313,7 @@ def test_recomputed_layers_of_vision_models_give_equal_gradients(case: str) -> N
         assert torch.equal(found[name], gradient), name
 
 
-LANGUAGE = r".*language_model.*(q_proj|down_proj)"
+LANGUAGE = r".*(language|text)_model.*(q_proj|down_proj)"
 
 
 def with_adapters(case: str, sizes: Sizes, stage: int, cut: list[int] | None, out: str) -> Any:
@@ -331,10 +331,10 @@ def with_adapters(case: str, sizes: Sizes, stage: int, cut: list[int] | None, ou
     some(
         [
             (case, sizes)
-            for case in ("clip-llama", "gemma3", *PATCH_CASES)
+            for case in ("clip-llama", "gemma3", *PATCH_CASES, "smolvlm")
             for sizes in ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2))
         ],
-        (0, 2, 9, 12),
+        (0, 2, 9, 12, 15),
     ),
 )
 def test_adapters_of_the_language_model_equal_pefts(ranks: Any, tmp_path: Path, case: str, sizes: Sizes) -> None:
@@ -347,7 +347,8 @@ def test_adapters_of_the_language_model_equal_pefts(ranks: Any, tmp_path: Path, 
     start, _ = on_one_process(make(case), sizes[1], case)
     model: Any = peft.PeftModel.from_pretrained(make(case), str(tmp_path), is_trainable=True).double()
     adapted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert len(adapted) == 12 and all(".language_model.layers." in name for name in adapted)
+    language = "text_model" if case == "smolvlm" else "language_model"
+    assert len(adapted) == 12 and all(f".{language}.layers." in name for name in adapted)
     total, count = sums(
         model.base_model.model, [microbatch(r, n, case) for r in range(sizes[1]) for n in range(len(IMAGES[r]))]
     )
@@ -359,7 +360,7 @@ def test_adapters_of_the_language_model_equal_pefts(ranks: Any, tmp_path: Path, 
         for name, gradient in gradients.items():
             _, index, rest = name.split(".", 2)
             layer, _, factor = rest.removeprefix("block.").partition(".lora.")
-            theirs = f"base_model.model.model.language_model.layers.{int(index) - first - 1}.{layer}"
+            theirs = f"base_model.model.model.{language}.layers.{int(index) - first - 1}.{layer}"
             grad = wanted[f"{theirs}.lora_{factor[-1]}.default.weight"]
             torch.testing.assert_close(gradient, grad, rtol=1e-10, atol=1e-12, msg=name)
 

@@ -161,8 +161,8 @@ def test_what_a_whisper_does_not_do_is_refused(tmp_path: Path) -> None:
     model = module(loss_fn=WhisperLoss(Grid(), TOY.vocab_size))
     with pytest.raises(ValueError, match=r"the model has an encoder \(causal=False\)"):
         triax.init_inference(model)
-    for attention in (model.layers["1"].attention, model.layers["7"].cross):
-        assert attention.refuses_slices == "attends to later tokens too (causal=False)"  # type: ignore[union-attr]
+    for part in (model.layers["1"].attention, model.layers["7"].cross):
+        assert part.refuses_slices == "attends to later tokens too (causal=False)"  # type: ignore[union-attr]
     (tmp_path / "whisper.yaml").write_text(
         "model: {preset: whisper-toy}\ndata: {training: text}\ntraining: {steps: 3, sequence: 16}\nbatch: 4\n"
         "optimizer: {type: AdamW, params: {lr: 0.001}}\n"
