@@ -1,4 +1,4 @@
-"""GPT, Llama, mixtures of experts, encoders and T5 as lists of layers: from a configuration to ``list[LayerSpec]``.
+"""GPT, Llama, mixtures of experts, encoders, T5, Whisper: from a configuration to a list of layers, ``LayerSpec``.
 
 config.py: configurations; config_base.py: what all have; config_groups.py: their fields by group; without torch.
 shapes.py: the layers of a configuration on the meta device; number of parameters.
@@ -8,7 +8,8 @@ gpt.py, llama.py, mixtral.py: GPT, Llama and mixtures of experts, which are ``de
 deepseek.py: ``deepseek_layers``, the architecture of DeepSeek-V2 and DeepSeek-V3.
 encoder.py: ``encoder_layers``, BERT, ViT and others; encoder_config.py: their configuration, without torch.
 encoder_losses.py: losses of masked tokens and of classes.
-t5.py: ``t5_layers``, an encoder and a decoder; t5_config.py: their configuration, without torch.
+t5.py, whisper.py: ``t5_layers``, ``whisper_layers``, an encoder and a decoder of texts, and of speech and its text.
+encoder_decoder.py: what both share; encoder_decoder_config.py: their configurations, without torch.
 dit.py: ``dit_layers``, diffusion transformers; dit_config.py: their configuration, without torch.
 flux.py: ``flux_layers``, Flux-like ones, of text and image tokens; flux_config.py: their configuration, without torch.
 dit_weights.py: names of the weights of both in the library diffusers.

@@ -8,6 +8,7 @@ from .config import LlamaConfig as LlamaConfig
 from .config import MixtralConfig as MixtralConfig
 from .config import T5Config as T5Config
 from .config import TransformerConfig as TransformerConfig
+from .config import WhisperConfig as WhisperConfig
 from .decoder import decoder_layers as decoder_layers
 from .deepseek import deepseek_layers as deepseek_layers
 from .diffusion import FlowMatching as FlowMatching
@@ -38,3 +39,5 @@ from .rope_scaling import RopeScaling as RopeScaling
 from .rope_scaling import YarnScaling as YarnScaling
 from .t5 import T5Loss as T5Loss
 from .t5 import t5_layers as t5_layers
+from .whisper import WhisperLoss as WhisperLoss
+from .whisper import whisper_layers as whisper_layers

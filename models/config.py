@@ -15,10 +15,10 @@ from ..options.base import option
 from .config_base import TransformerConfig, check_experts, whole_experts
 from .config_groups import Act, AttentionFields, EndFields, ExpertFields, Norm, PositionFields
 from .encoder_config import EncoderConfig
+from .encoder_decoder_config import T5Config, WhisperConfig
 from .presets import DEEPSEEK_PRESETS, GPT_PRESETS, LLAMA_PRESETS, MIXTRAL_PRESETS, Presets
 from .recurrent.sizes import sizes_from_fields
 from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, Scaling, YarnScaling
-from .t5_config import T5Config
 
 
 @dataclass(frozen=True, repr=False)
@@ -408,7 +408,8 @@ _FORMER = {
 
 CONFIGS: dict[str, type[TransformerConfig]] = {
     cls.__name__: cls
-    for cls in (GPTConfig, LlamaConfig, DecoderConfig, MixtralConfig, DeepseekConfig, EncoderConfig, T5Config)
+    for cls in (GPTConfig, LlamaConfig, DecoderConfig, MixtralConfig, DeepseekConfig)
+    + (EncoderConfig, T5Config, WhisperConfig)
 }
 
 

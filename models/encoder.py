@@ -287,7 +287,7 @@ class EncoderBlock(ResidualBlock):
 
 
 class EncoderNorm(LayerNorm):
-    """LayerNorm before the head; of ``(x, documents)`` it normalizes x."""
+    """LayerNorm behind the blocks; of ``(x, documents)``, or of x and what else travels with it, it normalizes x."""
 
     def forward(self, x: Any) -> Any:
         """Normalize: (B, T, D) -> (B, T, D)."""

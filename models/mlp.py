@@ -17,7 +17,7 @@ from ..grid.randomness.random import Constant, Distribution, Normal
 from ..moe.experts import clamped_swiglu
 from ..moe.layer import MoE
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .config import AnyDecoderConfig, DeepseekConfig, EncoderConfig, T5Config
+from .config import AnyDecoderConfig, DeepseekConfig, EncoderConfig, T5Config, WhisperConfig
 from .layers import ACTIVATIONS
 
 _ZERO = Constant(0.0)
@@ -43,7 +43,7 @@ class MLP(nn.Module):
 
     def __init__(
         self,
-        config: AnyDecoderConfig | DeepseekConfig | EncoderConfig | T5Config,
+        config: AnyDecoderConfig | DeepseekConfig | EncoderConfig | T5Config | WhisperConfig,
         *,
         grid: Grid,
         sequence_parallel: bool = False,

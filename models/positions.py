@@ -13,7 +13,7 @@ from ..context.slices import Slices
 from ..grid import Grid
 from ..grid.layout import Layout
 from ..grid.randomness.random import Normal, sharded_parameter
-from .config import AnyDecoderConfig, EncoderConfig
+from .config import TransformerConfig
 from .packed import attach, detach, token_positions
 
 
@@ -40,7 +40,7 @@ class PositionEmbedding(nn.Module):
     slices: Slices | None = None
 
     def __init__(
-        self, config: AnyDecoderConfig | EncoderConfig, offset: int = 0, *, grid: Grid, sequence_parallel: bool = False
+        self, config: TransformerConfig, offset: int = 0, *, grid: Grid, sequence_parallel: bool = False
     ) -> None:
         super().__init__()
         self.axis, self.context = grid.tensor, grid.context

@@ -135,6 +135,15 @@ T5_PRESETS: Presets = {
     "t5-tiny": _shape(32, 2, 4, intermediate_size=88, head_dim=8, **_BYTES),
 }
 
+# Radford et al. 2022, arXiv:2212.04356, table 1, and the configurations released with the weights.
+WHISPER_PRESETS: Presets = {
+    "whisper-tiny": _shape(384, 4, 6),
+    "whisper-small": _shape(768, 12, 12, intermediate_size=3072),
+    "whisper-large-v3": _shape(1280, 32, 20, intermediate_size=5120, vocab_size=51866, num_mel_bins=128),
+    "whisper-toy": _shape(32, 2, 4, intermediate_size=88, max_source_positions=12, max_position_embeddings=16)
+    | {"num_mel_bins": 5, "decoder_start_token_id": 1, "pad_token_id": 0, **_BYTES},
+}
+
 _YARN: dict[str, Any] = {"max_position_embeddings": 163840}
 _V2: dict[str, Any] = _YARN | {"rope_scaling": YarnScaling(mscale=0.707, mscale_all_dim=0.707)}
 

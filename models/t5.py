@@ -26,13 +26,11 @@ are a tensor-parallel rank's shards of their tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from ..context.dropout import dropout
@@ -40,15 +38,12 @@ from ..grid import Grid
 from ..grid.layout import Layout
 from ..grid.randomness.random import Normal, sharded_parameter
 from ..pipe.spec import LayerSpec, TiedLayerSpec
-from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import RMSNorm
-from .attention import ShardedAttention
 from .attention_options import ScoreOptions
 from .config import T5Config
+from .encoder_decoder import CrossAttention, EncoderDecoderBlock, source_and_target
 from .encoder_losses import MaskedLMLoss as T5Loss
-from .head_groups import project_together
-from .layers import CappedHead, TokenEmbedding, normalized
-from .mlp import MLP, GatedMLP
+from .layers import CappedHead, TokenEmbedding
 
 __all__ = ["T5Block", "T5Config", "T5Loss", "t5_layers"]
 
@@ -102,24 +97,13 @@ def _embed_source(config: T5Config, embedding: TokenEmbedding, inputs: Any, labe
     """Embed the source's ids, and return the mask and the decoder's ids beside them.
 
     Raises:
-        ValueError: the inputs have another field, or no ids, the mask has another shape than the ids, or there are
-            neither labels nor ids for the decoder.
+        ValueError: as ``source_and_target``; or there are no ids, or the mask has another shape than the ids.
     """
-    fields = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
-    if unknown := [name for name in fields if name not in _FIELDS]:
-        raise ValueError(f"T5 takes {', '.join(_FIELDS)} and labels, not the field {unknown[0]!r}. Leave it out.")
-    ids, mask, target = (fields.get(name) for name in _FIELDS)
+    ids, mask, target = source_and_target(config, _FIELDS, inputs, labels)
     if not isinstance(ids, Tensor):
         raise ValueError(f"T5 takes input_ids, a tensor (B, S), not a {type(ids).__name__}. Rows cannot be packed.")
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(f"attention_mask is {tuple(mask.shape)}, but input_ids are {tuple(ids.shape)}. Give as many.")
-    if target is None:
-        if labels is None:
-            raise ValueError("T5 needs labels or decoder_input_ids, which the decoder reads. Give one of them.")
-        labels = labels["labels"] if isinstance(labels, Mapping) else labels  # beside what else a loss takes
-        target = F.pad(labels[0] if isinstance(labels, (tuple, list)) else labels, (1, -1))
-        target = target.masked_fill(target == -100, config.pad_token_id)
-        target[:, 0] = config.decoder_start_token_id
     return embedding(ids), torch.ones_like(ids) if mask is None else mask.long(), target
 
 
@@ -160,15 +144,10 @@ class StackStart(nn.Module):
 
     Attributes:
         weight: (buckets, heads / t), sharded by heads.
-
-    Raises:
-        ValueError: the grid has a context axis.
     """
 
     def __init__(self, config: T5Config, *, grid: Grid, sequence_parallel: bool = False) -> None:
         super().__init__()
-        if grid.context.size > 1:
-            raise ValueError(f"T5 needs context=1, but the grid has context={grid.context.size}. Change it.")
         layout = Layout((config.relative_attention_num_buckets, config.num_attention_heads), shard_dim=1)
         init = Normal(config.initializer_range * config.hidden_size**-0.5)
         self.weight = sharded_parameter(layout, init, grid.tensor.rank, grid.tensor.size)
@@ -200,89 +179,28 @@ class StackEnd(RMSNorm):
         return x if self.last else (x, mask, other)
 
 
-class T5Attention(ShardedAttention):
-    """Attention of T5, to the tokens themselves or to those of another text, with biases of the scores.
+class T5Block(EncoderDecoderBlock):
+    """Block of T5, with RMSNorms, no biases, and scores with a mask of the source and a bias of the distance.
 
     Args:
         config: the model's configuration.
-        grid, sequence_parallel: as for ``ShardedAttention``.
-
-    Attributes:
-        q: (H dim, D), sharded by heads.
-        kv: (2 H dim, D), the keys, then the values, each sharded by heads.
-        out: (D, H dim), sharded by heads.
+        decodes, grid, sequence_parallel: as for ``EncoderDecoderBlock``.
     """
 
-    def __init__(self, config: T5Config, *, grid: Grid, sequence_parallel: bool = False) -> None:
-        heads, options = config.num_attention_heads, ScoreOptions(causal=False, scale=1.0)
-        super().__init__(heads, options, grid=grid, sequence_parallel=sequence_parallel)
-        width, dim, factor = config.hidden_size, config.head_dim, config.initializer_range
-        self.head_dim, inner, init = dim, heads * dim, Normal(factor * width**-0.5)
-        common: dict[str, Any] = {"bias": False, "unit": dim, "grid": grid, "sequence_parallel": sequence_parallel}
-        self.q = ColumnParallelLinear(width, inner, init=Normal(factor * (width * dim) ** -0.5), **common)
-        self.kv = ColumnParallelLinear(width, 2 * inner, parts=(inner, inner), init=init, **common)
-        self.out = RowParallelLinear(inner, width, init=Normal(factor * inner**-0.5), **common)
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, seen: Tensor, bias: Tensor | None = None, other: Tensor | None = None
-    ) -> Tensor:
-        """Attend.
-
-        Args:
-            x: (B, T, D), or this rank's shard of the tokens.
-            seen: True where a query attends to a key, broadcast to (B, heads, T, S).
-            bias: biases of the scores, broadcast to (B, heads, T, S); None: none.
-            other: text that is attended to, (B, S, D), or this rank's shard; None: x.
-
-        Raises:
-            ValueError: the engine's option ``sparse_attention`` is set.
-        """
-        if self.sparsity is not None:
-            raise ValueError("T5 has no sparse attention. Leave out sparse_attention.")
-        if other is None:
-            queries, pair = project_together(x, (self.q, self.kv), self.axis, self.sequence_parallel)
-        else:
-            queries, pair = self.q(x), self.kv(other)
-        form = "b t (parts heads dim) -> parts b heads t dim"
-        (q,), (k, v) = (rearrange(y, form, parts=n, dim=self.head_dim) for y, n in ((queries, 1), (pair, 2)))
-        bias = q.new_zeros(()) if bias is None else bias.to(q.dtype)
-        mask = torch.where(seen, bias, torch.finfo(q.dtype).min)  # no row is infinite everywhere
-        attend = self.attend if self.recompute is None else partial(self.recompute, self.attend)
-        out: Tensor = self.out(rearrange(attend(q, k, v, mask), "b heads t dim -> b t (heads dim)"))
-        return out
-
-
-class T5Block(nn.Module):
-    """Block of T5: self-attention, in the decoder attention to the encoder's output, and MLP, each behind a norm.
-
-    Args:
-        config: the model's configuration.
-        decodes: the block is one of the decoder, in which a token attends to itself and to earlier ones only.
-        grid, sequence_parallel: as for ``ResidualBlock``.
-
-    Attributes:
-        attention, cross, mlp: the branches; cross is None in the encoder.
-    """
+    make_norm = RMSNorm
 
     def __init__(self, config: T5Config, decodes: bool, *, grid: Grid, sequence_parallel: bool = False) -> None:
-        super().__init__()
-        config.check_tensor(grid.tensor.size)
+        sizes = {"init": config.hidden_size, "out_init": config.intermediate_size}
+        inits = {name: Normal(config.initializer_range * size**-0.5) for name, size in sizes.items()}
+        super().__init__(config, decodes, grid=grid, sequence_parallel=sequence_parallel, **inits)
         self.config, self.shards = config, grid.tensor.size if sequence_parallel else 1
-        common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
-        norm = partial(RMSNorm, config.hidden_size, config.norm_epsilon, **common)
-        drop = partial(dropout, config.dropout, grid, sequence_parallel)
-        self.norm1, self.attention, self.dropout1 = norm(), T5Attention(config, **common), drop()
-        self.norm2 = norm() if decodes else None
-        self.cross = T5Attention(config, **common) if decodes else None
-        self.dropout2, self.norm3, self.dropout3 = drop(), norm(), drop()
-        self.mlp = (GatedMLP if config.gated else MLP)(
-            config,
-            activation=config.hidden_act,
-            bias=config.mlp_bias,
-            init=Normal(config.initializer_range * config.hidden_size**-0.5),
-            out_init=Normal(config.initializer_range * config.intermediate_size**-0.5),
-            **common,
-        )
+
+    def make_attention(self, config: T5Config, causal: bool, **common: Any) -> CrossAttention:
+        """Make an attention with scores without a factor."""
+        width, dim, factor = config.hidden_size, config.head_dim, config.initializer_range
+        inputs = width * dim, width, config.num_attention_heads * dim
+        stds = [factor * size**-0.5 for size in inputs]
+        return CrossAttention(config, dim, ScoreOptions(causal=causal, scale=1.0), stds, False, **common)
 
     def forward(self, value: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Run the block: (x, mask, table, other) -> (x, mask, table, other)."""
@@ -292,7 +210,4 @@ class T5Block(nn.Module):
         bias = F.embedding(buckets(distances, self.config, both=self.cross is None), table).permute(2, 0, 1)
         source = (mask != 0)[:, None, None]  # (B, 1, 1, S)
         seen = source if self.cross is None else distances <= 0
-        x = x + self.dropout1(self.attention(self.norm1(x), seen, bias))
-        if self.cross is not None:
-            x = x + self.dropout2(self.cross(normalized(x, self.norm2), source, other=other))
-        return x + self.dropout3(self.mlp(self.norm3(x))), mask, table, other
+        return self.run(x, other, seen, bias, source), mask, table, other

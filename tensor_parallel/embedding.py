@@ -97,6 +97,7 @@ class VocabParallelEmbedding(VocabSharded):
             shards as input.
         init: distribution of the initial weight; by default that of ``nn.Embedding``, N(0, 1).
         scale: factor of the embedding vectors. ``attend`` takes no notice of it.
+        padding_idx: row that gets no gradient from ``forward``, as in ``nn.Embedding``, or None.
         device, dtype: device and dtype of the weight, as for ``nn.Embedding``.
 
     Attributes:
@@ -122,6 +123,7 @@ class VocabParallelEmbedding(VocabSharded):
         sequence_parallel: bool = False,
         init: Distribution | None = None,
         scale: float = 1.0,
+        padding_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -129,7 +131,7 @@ class VocabParallelEmbedding(VocabSharded):
         check_units("num_embeddings", num_embeddings, 1, axis.size)
         layout = Layout((num_embeddings, embedding_dim), shard_dim=0)
         weight = sharded_parameter(layout, init or Normal(1.0), axis.rank, axis.size, device, dtype)
-        super().__init__(weight, axis, num_embeddings, sequence_parallel=sequence_parallel, scale=scale)
+        super().__init__(weight, axis, num_embeddings, padding_idx, sequence_parallel, scale)
 
     def attend(self, x: Tensor) -> Tensor:
         """Compute logits with the embedding's weight as a tied output layer (Press and Wolf 2017, arXiv:1608.05859).

@@ -12,7 +12,8 @@ from ..base.hub import local_folder
 from ..base.named_function import named_function
 from ..base.option_error import OptionError
 from ..grid.topology import Topology
-from ..models.config import CONFIGS, EncoderConfig, T5Config, TransformerConfig, config_from_fields
+from ..models.config import CONFIGS, EncoderConfig, TransformerConfig, config_from_fields
+from ..models.encoder_decoder_config import EncoderDecoderFields
 from ..models.huggingface.config import from_hf, is_reward, read_config
 from ..pipe.partition import boundaries
 from ..pipe.program.schedule import Schedule
@@ -138,10 +139,11 @@ def require_model_fits(
 ) -> None:
     """Check that the model can be cut as the grid asks, and has positions for the sequence."""
     tensor, expert = topology.size("tensor"), topology.expert
-    if isinstance(model, EncoderConfig | T5Config):
+    if isinstance(model, EncoderConfig | EncoderDecoderFields):
         raise ConfigError(
             "model: a training file has next tokens, and an encoder trains on masked tokens or on classes, a T5 on "
-            "pairs of texts: train it with triax.Engine (docs/models.md, 'Encoders')"
+            "pairs of texts, a Whisper on pairs of sound and text: train it with triax.Engine (docs/models.md, "
+            "'Encoders')"
         )
     if sequence > model.max_position_embeddings:
         raise ConfigError(

@@ -5,7 +5,7 @@ family.py: description of a family, and the keys and names that most families sh
 sharding_plans.py: plans of ``parallelize``.
 dense_families.py: families without experts.
 mixture_families.py: mixtures of experts.
-encoder_families.py: encoders of text and of images.
+encoder_families.py: encoders of text and of images, T5 and Whisper.
 hybrid_families.py: hybrids of attention and recurrent layers.
 hybrids.py: settings and names of the recurrent layers of hybrids.
 config.py: conversion of ``config.json`` to and from triax's configurations.
@@ -22,6 +22,7 @@ merge_adapters.py: weights merged with LoRA adapters.
 parallelize.py: ``triax.parallelize``, with the families' plans.
 export.py: a checkpoint as a folder for ``from_pretrained``.
 vision_layers.py: layers of a vision tower, in front of a language model's.
+padded_layers.py: the same for rows of images with padding: Idefics3 and SmolVLM.
 patch_layers.py: the same for images of any size: Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 pipeline_layers.py: ``hf_layers``, transformers' own blocks over pipeline stages.
 """

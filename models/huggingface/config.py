@@ -19,7 +19,7 @@ from .names import Entry, Fused, Names, PerHead, expand
 
 # Keys of the number of experts, and of blocks.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers")
 _HEADS, _WIDTHS = ("num_attention_heads", "n_head"), ("hidden_size", "n_embd")
 _KINDS = ("layers_block_type", "hybrid_override_pattern")  # of Nemotron-H: the kind of each block
 _SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling}  # by rope_type
@@ -278,7 +278,7 @@ def _check_counts(config: Config) -> None:
 
     Names are made from them before any weight is looked up.
     """
-    for key in (*_DEPTHS, "num_decoder_layers", "num_nextn_predict_layers", *_EXPERTS):
+    for key in (*_DEPTHS, "num_decoder_layers", "decoder_layers", "num_nextn_predict_layers", *_EXPERTS):
         value = config.get(key)
         if value is not None and not (type(value) is int and 0 <= value <= _MOST):
             raise ValueError(f"{key} is {_shown(value)}, but must be a whole number of at most {_MOST}.")

@@ -1,4 +1,4 @@
-"""Encoders, and T5: their keys, names and settings, and their entries in ``FAMILIES``."""
+"""Encoders, T5 and Whisper: their keys, names and settings, and their entries in ``FAMILIES``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..config import EncoderConfig, T5Config
+from ..config import EncoderConfig, T5Config, WhisperConfig
 from .dense_families import number_of
 from .family import BIASES, COMMON, NO_DROPOUT, SIZES, Config, Family, Key, block_names, like, score_count
 from .names import FolderName, Names, OneRow, RowsOf
@@ -18,7 +18,7 @@ _ENDINGS = {
     "vit": ("", "ForImageClassification"),
     "dinov2": ("Model", "ForImageClassification"),
     "siglip_vision_model": ("Model", ""),
-    **dict.fromkeys(("t5", "mt5"), ("ForConditionalGeneration", "")),
+    **dict.fromkeys(("t5", "mt5", "whisper"), ("ForConditionalGeneration", "")),
 }
 _ACTS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
 
@@ -57,6 +57,15 @@ _T5_KEYS: dict[str, Key] = {
     "pad_token_id": 0,
     "tie_word_embeddings": True,
 }
+_WHISPER_KEYS: dict[str, Key] = {"vocab_size": "vocab_size", "hidden_size": "d_model"}
+_WHISPER_KEYS |= {"num_hidden_layers": "encoder_layers", "num_attention_heads": "encoder_attention_heads"}
+_WHISPER_KEYS |= {"intermediate_size": "encoder_ffn_dim", "num_decoder_layers": ("decoder_layers", 4)}
+_WHISPER_KEYS |= {"max_source_positions": 1500, "max_position_embeddings": ("max_target_positions", 448)}
+_WHISPER_KEYS |= {"num_mel_bins": 80, "dropout": ("dropout", 0.0), "hidden_act": ("activation_function", "gelu")}
+_WHISPER_KEYS |= {"initializer_range": ("init_std", 0.02), "decoder_start_token_id": 50257, "pad_token_id": 50256}
+_WHISPER_ONLY: dict[str, tuple[Any, ...]] = {"activation_function": _ACTS, "tie_word_embeddings": (True,)}
+_WHISPER_ONLY |= dict.fromkeys(("attention_dropout", "activation_dropout"), (0.0, 0))
+_WHISPER_ONLY |= dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"), (0.0, 0)) | {"apply_spec_augment": (False,)}
 
 # -------------------------------------------------------------------------------------------------- names of parameters
 
@@ -206,14 +215,38 @@ def _t5_names(config: Config) -> Names:
     for layer, at, branches in blocks:
         for n, branch in enumerate(branches):
             of, norm = f"{at}.{n}.{('SelfAttention', 'EncDecAttention')[n]}", f"layers.{layer}.norm{n + 1}.weight"
-            names |= {norm: f"{at}.{n}.layer_norm.weight", f"layers.{layer}.{branch}.q.weight": f"{of}.q.weight"}
-            names[f"layers.{layer}.{branch}.kv.weight"] = f"{of}.k.weight", f"{of}.v.weight"
-            names[f"layers.{layer}.{branch}.out.weight"] = f"{of}.o.weight"
+            names[norm], parts = f"{at}.{n}.layer_norm.weight", {"q": "q", "k": "k", "v": "v", "out": "o"}
+            names |= {f"layers.{layer}.{branch}.{p}.weight": f"{of}.{their}.weight" for p, their in parts.items()}
         of = f"{at}.{len(branches)}.DenseReluDense"
         names[f"layers.{layer}.norm3.weight"] = f"{at}.{len(branches)}.layer_norm.weight"
         names[f"layers.{layer}.mlp.up.weight"] = f"{of}.wi.weight"
         names[f"layers.{layer}.mlp.gate_up.weight"] = f"{of}.wi_0.weight", f"{of}.wi_1.weight"
         names[f"layers.{layer}.mlp.down.weight"] = f"{of}.wo.weight"
+    return names
+
+
+_WHISPER_BLOCK = {"norm1": "self_attn_layer_norm", "norm2": "encoder_attn_layer_norm", "norm3": "final_layer_norm"}
+_WHISPER_BLOCK |= {"mlp.up": "fc1", "mlp.down": "fc2"}
+_WHISPER_BLOCK |= {f"attention.{part}": f"self_attn.{part}_proj" for part in ("q", "k", "v", "out")}
+_WHISPER_BLOCK |= {f"cross.{part}": f"encoder_attn.{part}_proj" for part in ("q", "k", "v", "out")}
+
+
+def _whisper_names(config: Config) -> Names:
+    """Return the table of Whisper's names; as in T5's, n counts the blocks of the encoder."""
+    depth = number_of(config, "decoder_layers", 4)
+    names = {
+        "layers.0.conv1.*": "model.encoder.conv1.*",
+        "layers.0.conv2.*": "model.encoder.conv2.*",
+        "layers.0.positions": "model.encoder.embed_positions.weight",
+        "layers.{n+1}.*": "model.encoder.layer_norm.*",
+        "layers.{n+2}.weight": "model.decoder.embed_tokens.weight",
+        "layers.{n+3}.weight": "model.decoder.embed_positions.weight",
+        f"layers.{{n+{4 + depth}}}.*": "model.decoder.layer_norm.*",
+        f"layers.{{n+{5 + depth}}}.weight": "proj_out.weight",
+    }
+    blocks = [("{i+1}", "encoder.layers.{i}")] + [(f"{{n+{4 + i}}}", f"decoder.layers.{i}") for i in range(depth)]
+    for layer, at in blocks:
+        names |= {f"layers.{layer}.{ours}.*": f"model.{at}.{theirs}.*" for ours, theirs in _WHISPER_BLOCK.items()}
     return names
 
 
@@ -291,6 +324,24 @@ def _t5_write(prefix: str, config: T5Config) -> dict[str, Any]:
         "scale_decoder_outputs": config.scale_decoder_outputs,
         "feed_forward_proj": "gated-" * config.gated + act,
     }
+
+
+def _whisper_read(config: Config) -> dict[str, Any]:
+    """Return the number of blocks of the decoder, after a check that both stacks have the same sizes."""
+    _labels_of(config)  # refuses other classes
+    for part, default in (("attention_heads", 6), ("ffn_dim", 1536)):
+        encoder, decoder = (config.get(f"{stack}_{part}", default) for stack in ("encoder", "decoder"))
+        if encoder != decoder:
+            raise ValueError(
+                f"decoder_{part} is {decoder}, but encoder_{part} is {encoder}. triax has equal ones only."
+            )
+    return {"num_decoder_layers": number_of(config, "decoder_layers", 4, 1)}
+
+
+def _whisper_write(config: WhisperConfig) -> dict[str, Any]:
+    heads, width = config.num_attention_heads, config.intermediate_size
+    architectures = {"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True}
+    return {**architectures, "decoder_attention_heads": heads, "decoder_ffn_dim": width}
 
 
 _BERT = Family(
@@ -391,4 +442,17 @@ ENCODERS: dict[str, Family] = {
     ),
     "t5": _T5,
     "mt5": like(_T5, "MT5", plan=None, write=partial(_t5_write, "MT5")),
+    "whisper": Family(
+        "Whisper",
+        None,
+        WhisperConfig,
+        _whisper_names,
+        _WHISPER_KEYS,
+        {"mlp_bias": True},
+        _WHISPER_ONLY,
+        read=_whisper_read,
+        write=_whisper_write,
+        blocks=False,
+        embedding="layers.{n+2}.weight",
+    ),
 }

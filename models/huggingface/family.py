@@ -52,6 +52,7 @@ class Family:
         write: function that returns further keys, from the configuration.
         blocks: True if ``hf_layers`` can list the family's own blocks.
         unread: beginnings of the names of tensors that a folder may have and the model lacks: those of another head.
+        embedding: triax's name of the token embedding, in ``names``.
         embedding_dropout: key of the dropout of the embeddings, which ``hf_layers`` applies.
     """
 
@@ -71,6 +72,7 @@ class Family:
     read: Callable[[Config], dict[str, Any]] | None = None
     write: Callable[[Any], dict[str, Any]] | None = None
     blocks: bool = True
+    embedding: str = "layers.0.weight"
     embedding_dropout: str = ""
     inverse: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)

@@ -10,9 +10,9 @@ positions. The tensor axis shards them by the plan of ``parallelize``; embedding
 ``load_hf`` builds triax's own layers instead. ``hf_layers`` is for models with features that triax's layers lack. This
 module is imported on first use, and transformers when a layer is built.
 
-Of a model with images the list begins with the layers of its vision tower (``vision_layers.py``, ``patch_layers.py``),
-which see the images of a microbatch. Its token embedding, which stands behind them, takes the field ``input_ids`` of
-the microbatch.
+Of a model with images the list begins with the layers of its vision tower (``vision_layers.py``, ``padded_layers.py``,
+``patch_layers.py``), which see the images of a microbatch. Its token embedding, which stands behind them, takes the
+field ``input_ids`` of the microbatch.
 
 On a grid with a context axis the embedding takes this rank's tokens of the whole ids (``context/order.py``), and the
 blocks call ``context.attention`` in place of the implementation that the configuration names.
@@ -45,6 +45,7 @@ from .families import FAMILIES
 from .family import Family
 from .load import self_loading
 from .names import Names, OneRow, expand
+from .padded_layers import PADDED_FAMILIES, Marked, PaddedTower
 from .parallelize import shard_part
 from .patch_layers import PATCH_FAMILIES, Patches, PatchTower
 from .reader import open_source
@@ -217,7 +218,9 @@ class HFVisionModel:
             self.tower, self.embedding, self.block = PatchTower(config), PatchTextEmbedding, PatchTextBlock
             self.text: HFModel = _TextPart(self.tower)
         else:
-            self.tower, self.embedding, self.block = VisionTower(config), ImageTextEmbedding, HFBlock
+            padded = config.model_type in PADDED_FAMILIES
+            self.tower = PaddedTower(config) if padded else VisionTower(config)
+            self.embedding, self.block = PaddedTextEmbedding if padded else ImageTextEmbedding, HFBlock
             self.text = HFModel(config.text_config)
             if config.model_type == "gemma3":
                 self.embedding, self.block = GemmaTextEmbedding, GemmaTextBlock
@@ -270,10 +273,11 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     padding. Dropout is transformers' own, drawn from each process's generator. Set it to 0 if different grids must give
     equal results.
 
-    A LLaVA, Gemma 3, Qwen2-VL, Qwen2.5-VL or Qwen3-VL (``...ForConditionalGeneration``) has the layers of its vision
-    tower in front, ``[patches, block 0, ..., projector]``, whose input is the microbatch: a dict of ``input_ids`` and
-    the images of all its rows in the order of their tokens, ``pixel_values`` (N, C, H, W), or of a Qwen
-    ``pixel_values`` (S, C) and ``image_grid_thw`` (N, 3). N may differ between microbatches, and may be 0.
+    A LLaVA, Gemma 3, Idefics3, SmolVLM, Qwen2-VL, Qwen2.5-VL or Qwen3-VL (``...ForConditionalGeneration``) has the
+    layers of its vision tower in front, ``[patches, block 0, ..., projector]``. Their input is the microbatch: a dict
+    of ``input_ids`` and the images of all its rows in the order of their tokens, ``pixel_values`` (N, C, H, W), of an
+    Idefics3 or a SmolVLM (B, n, C, H, W), or of a Qwen ``pixel_values`` (S, C) and ``image_grid_thw`` (N, 3). N may
+    differ between microbatches, and may be 0.
 
     >>> sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
     >>> model = triax.PipelineModule(triax.hf_layers(transformers.LlamaConfig(**sizes)), loss_fn=triax.CausalLMLoss())
@@ -395,6 +399,15 @@ class ImageTextEmbedding(Embedding):
             )
         x = x.masked_scatter(is_image[..., None], features.to(x.dtype))  # also without images: see vision_layers.py
         return self._dropped(shard(x, self.context))
+
+
+class PaddedTextEmbedding(ImageTextEmbedding):
+    """``ImageTextEmbedding`` of an Idefics3 or a SmolVLM, some of whose images are padding."""
+
+    def forward(self, features: Marked, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+        """Look up the tokens (B, T), and put the features of the other images there: -> (B, T / c, D)."""
+        x, marks = features
+        return super().forward(x[(marks >= 0).all(1)], input_ids)
 
 
 class GemmaTextEmbedding(ImageTextEmbedding):

@@ -23,7 +23,9 @@ from .names import Entry, swapped
 
 _LONGEST = 200  # characters of a name
 _CHUNK = 2**24  # elements that are compared at once
-_HEADS = ("lm_head.weight", "embed_out.weight", "lm_head.decoder.weight", "cls.predictions.decoder.weight")
+_HEADS = tuple(
+    f"{name}.weight" for name in ("lm_head", "embed_out", "lm_head.decoder", "cls.predictions.decoder", "proj_out")
+)
 # Tensors in such files that are no weights: masks and rotary tables.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -204,7 +206,7 @@ def open_source(path_or_model: Any, embedding: str | None = None, whole: bool = 
         )
     family = FAMILIES.get(str(source.config.get("model_type")))
     if embedding is None and family is not None and family.names:
-        form: Any = names_of(source.config).get("layers.0.weight", "")
+        form: Any = names_of(source.config).get(family.embedding, "")
         embedding = str(getattr(form, "name", form[0] if isinstance(form, list) else form)).removesuffix(".weight")
     token = find(source, f"{embedding}.weight")
     head = next((name for name in _HEADS if name in source.shapes), None)

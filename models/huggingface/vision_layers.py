@@ -24,7 +24,10 @@ from .parallelize import shard_part
 
 TOWERS = ("clip_vision_model", "siglip_vision_model")  # model_type of the towers of these models
 # model_type of the whole model -> its class in transformers.
-IMAGE_FAMILIES = {"llava": "LlavaForConditionalGeneration", "gemma3": "Gemma3ForConditionalGeneration"}
+IMAGE_FAMILIES = {
+    kind: f"{name}ForConditionalGeneration"
+    for kind, name in {"llava": "Llava", "gemma3": "Gemma3", "idefics3": "Idefics3", "smolvlm": "SmolVLM"}.items()
+}
 
 
 def bare(cls: Any, config: Any) -> Any:
@@ -129,12 +132,15 @@ class VisionTower(Tower):
     """Tower of a LLaVA or a Gemma 3, and its projector.
 
     Attributes:
+        projector: name of the projector in ``model.model``.
         depth: number of blocks that run: the output of the last of them is projected.
         has_norm: True if the tower's last norm runs in front of the projector (Gemma 3).
 
     Raises:
         ValueError: a tower or a setting that ``hf_layers`` does not run.
     """
+
+    projector = "multi_modal_projector"
 
     def __init__(self, config: Any) -> None:
         vision = config.vision_config
@@ -171,22 +177,21 @@ class VisionTower(Tower):
     def names(self) -> dict[str, str]:
         """Return the parameter names of the tower's layers, ``0.embeddings...``, -> names in transformers' model."""
         blocks = self.vision.num_hidden_layers
-        tower = "vision_tower."
         entries = {}
         for name, _ in self.whole(blocks).model.named_parameters():
             part, _, rest = name.partition(".")
             first = rest.partition(".")[0]
-            if part == "multi_modal_projector":
+            if part == self.projector:
                 entries[f"{self.depth + 1}.projector.{rest}"] = name
-            elif part == "vision_tower" and first in ("embeddings", "pre_layrnorm"):
+            elif part == self.path and first in ("embeddings", "pre_layrnorm"):
                 entries[f"0.{rest}"] = name
-            elif first == "post_layernorm" and self.has_norm:
+            elif part == self.path and first == "post_layernorm" and self.has_norm:
                 entries[f"{self.depth + 1}.norm.{rest.partition('.')[2]}"] = name
-            elif part == "vision_tower":
+            elif part == self.path:
                 number, _, inner = rest.removeprefix("encoder.layers.").partition(".")
                 runs = first == "encoder" and int(number) < self.depth
                 where = f"{int(number) + 1}.block.{inner}" if runs else f"{self.depth + 1}.unused.{rest}"
-                entries[where] = tower + rest
+                entries[where] = name
         return entries
 
 
@@ -212,12 +217,13 @@ class VisionEmbedding(nn.Module):
             ValueError: the microbatch has other entries, or rows that are padded on the left.
         """
         given = self.tower.entries(inputs)
-        pixels = given.get("pixel_values")
-        if pixels is None:
-            vision, weight = self.tower.vision, next(self.parameters())
-            pixels = weight.new_zeros(0, vision.num_channels, vision.image_size, vision.image_size)
-        x = _run(self.embeddings, pixels)
-        return x if self.pre_layrnorm is None else _run(self.pre_layrnorm, x)
+        x = run_on_images(self.embeddings, given["pixel_values"] if "pixel_values" in given else self.no_images())
+        return x if self.pre_layrnorm is None else run_on_images(self.pre_layrnorm, x)
+
+    def no_images(self) -> Tensor:
+        """Return the images of a microbatch without any, (0, C, H, W)."""
+        vision, weight = self.tower.vision, next(self.parameters())
+        return weight.new_zeros(0, vision.num_channels, vision.image_size, vision.image_size)
 
 
 class VisionBlock(nn.Module):
@@ -234,7 +240,7 @@ class VisionBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the block: (N, S, D) -> (N, S, D)."""
-        return _run(self.block, x, attention_mask=None)
+        return run_on_images(self.block, x, attention_mask=None)
 
 
 class Projector(nn.Module):
@@ -252,13 +258,13 @@ class Projector(nn.Module):
         blocks = tower.vision.num_hidden_layers
         whole = tower.whole(blocks)
         model = whole.model
-        self.projector: nn.Module = model.multi_modal_projector.to_empty(device=torch.get_default_device())
+        self.projector: nn.Module = model.get_submodule(tower.projector).to_empty(device=torch.get_default_device())
         self.projector.to(torch.get_default_dtype())
         tower.initialize(self.projector, whole, config)
         self.norm: nn.Module | None = tower.make("post_layernorm") if tower.has_norm else None
         self.unused = nn.Module()
         self.unused.encoder = nn.Module()
-        for name in dict(model.vision_tower.named_children()):
+        for name in dict(model.get_submodule(tower.path).named_children()):
             if name not in ("embeddings", "pre_layrnorm", "encoder") and not (name == "post_layernorm" and self.norm):
                 self.unused.add_module(name, tower.make(name))
         later = {str(index): tower.make("encoder.layers.0") for index in range(tower.depth, blocks)}
@@ -267,16 +273,20 @@ class Projector(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project the features that are taken: (N, S, D) -> (N, P, D)."""
-        x = x if self.norm is None else _run(self.norm, x)
+        x = x if self.norm is None else run_on_images(self.norm, x)
         if getattr(self.tower.config, "vision_feature_select_strategy", "") == "default":
             x = x[:, 1:]  # without that of the class
-        return _run(self.projector, x)
+        return run_on_images(self.projector, x)
 
 
-def _run(layer: nn.Module, x: Tensor, **given: Any) -> Tensor:
-    """Run a layer on images (N, ...); without any, on a blank one, whose output is cut off."""
+def run_on_images(layer: nn.Module, x: Tensor, **given: Tensor | None) -> Tensor:
+    """Run a layer on images (N, ...); without any, on a blank one, whose output is cut off.
+
+    Further arguments (N, ...) are 1 for a blank image.
+    """
     if len(x):
         y: Tensor = layer(x, **given)
         return y
+    given = {name: value if value is None else value.new_ones(1, *value.shape[1:]) for name, value in given.items()}
     y = layer(torch.cat([x, x.new_zeros(1, *x.shape[1:])]), **given)
     return y[:0]

@@ -22,9 +22,10 @@ from torch import nn
 from ...grid.layout import Layout, layout_of
 from ...models.alibi import Alibi
 from ...models.attention import SelfAttention, ShardedAttention
-from ...models.config import CONFIGS, AnyDecoderConfig, DeepseekConfig, EncoderConfig, T5Config, TransformerConfig
+from ...models.config import CONFIGS, AnyDecoderConfig, DeepseekConfig, EncoderConfig, TransformerConfig
 from ...models.decoder import Projection
 from ...models.deepseek import LatentOptions
+from ...models.encoder_decoder_config import EncoderDecoderFields
 from ...models.layers import ResidualBlock, WithoutNorm
 from ...models.mlp import MLP, GatedMLP
 from ...models.positions import PositionEmbedding
@@ -175,7 +176,7 @@ def layers_of(config: TransformerConfig, shard_tensor: bool = False) -> tuple[La
         ValueError: the model is an encoder, or has recurrent layers, blocks with one branch, a gate of the attention's
             output, or modules that predict further tokens.
     """
-    if isinstance(config, EncoderConfig | T5Config):
+    if isinstance(config, EncoderConfig | EncoderDecoderFields):
         kind = type(config).__name__
         raise ValueError(f"triax plan and triax memory count decoders, and no {kind}. Give a decoder's configuration.")
     if not isinstance(config, (AnyDecoderConfig, DeepseekConfig)):

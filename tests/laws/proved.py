@@ -29,7 +29,7 @@ from torch import Tensor
 
 import triax
 from triax import Grid, PipelineModule
-from triax.models import EncoderConfig
+from triax.models import EncoderConfig, WhisperConfig
 from triax.models.huggingface.config import from_hf
 from triax.models.huggingface.families import FAMILIES
 from triax.testing.check import check
@@ -135,8 +135,8 @@ def cells(kind: str, method: str) -> dict[str, str]:
 
 
 def kinds() -> list[str]:
-    """Every type with a decoder that triax has layers for, as config.json has it under ``model_type``."""
-    return sorted(name for name, each in FAMILIES.items() if each.config not in (None, EncoderConfig))
+    """Every type that reads tokens and writes tokens, as config.json has it under ``model_type``."""
+    return sorted(name for name, each in FAMILIES.items() if each.config not in (None, EncoderConfig, WhisperConfig))
 
 
 SAME = "the same as above"
@@ -174,6 +174,17 @@ def written() -> dict[str, list[tuple[str, dict[str, str]]]]:
     return found
 
 
+BESIDE = """| models | tests |
+|---|---|
+| BERT, RoBERTa, ModernBERT, ViT, DINOv2, SigLIP's vision model | [test_encoders.py](../tests/models/test_encoders.py) |
+| T5, T5 v1.1, Flan-T5, mT5 | [test_t5.py](../tests/models/test_t5.py) |
+| Whisper | [test_whisper.py](../tests/models/test_whisper.py) |
+| LLaVA, Gemma 3, Idefics3, SmolVLM, Qwen2-VL, Qwen2.5-VL, Qwen3-VL, also with LoRA \
+([Vision and language](guides/vision-language.md)) \
+| [test_vision_language.py](../tests/models/test_vision_language.py) |
+| diffusion transformers (DiT) | [test_dit.py](../tests/models/test_dit.py) |
+| Flux | [test_flux.py](../tests/models/test_flux.py) |"""
+
 INTRODUCTION = f"""# What was proved
 
 `python tests/laws/proved.py` writes this page. For each method, type (`model_type` of Hugging Face) and axis,
@@ -184,9 +195,12 @@ stages 0 and 3. For a type without experts, the expert axis means two replicas. 
 not run with it.
 
 Other tests compare one process with transformers, torch and TRL ([Models](models.md),
-[Preferences](guides/preferences.md)), and run grids of several axes. So they do for models of images and text: llava,
-gemma3, qwen2_vl, qwen2_5_vl and qwen3_vl, on the pipe, data and tensor axes, all weights and LoRA
-([Vision and language](guides/vision-language.md)). To check your own model, run `triax check`
+[Preferences](guides/preferences.md)), and run grids of several axes. These models they train on the pipe, data and
+tensor axes beside transformers or diffusers: losses and every gradient are equal to 1e-10 in float64.
+
+{BESIDE}
+
+To check your own model, run `triax check`
 ([Test your model on grids](guides/testing.md)); for a grid of any size, `triax check --dry-run`.
 
 torch {torch.__version__.partition("+")[0]}, CPU, gloo."""

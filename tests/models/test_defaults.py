@@ -147,6 +147,10 @@ MORE: dict[str, dict[str, Any]] = {
     "siglip_vision_model": {"architectures": ["SiglipVisionModel"], "image_size": 12, "patch_size": 3},
     "t5": _T5 | {"architectures": ["T5ForConditionalGeneration"]},
     "mt5": _T5 | {"architectures": ["MT5ForConditionalGeneration"]},
+    "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 40, "encoder_ffn_dim": 60}
+    | {"decoder_ffn_dim": 60, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 3}
+    | {"decoder_layers": 2, "max_source_positions": 9, "max_target_positions": 8, "num_mel_bins": 7, "dropout": 0.3}
+    | {"init_std": 0.5, "decoder_start_token_id": 3, "pad_token_id": 2, "activation_function": "relu"},
     "mamba2": {"num_heads": 2, "state_size": 7, "n_groups": 2, "conv_kernel": 3, "use_bias": True}
     | {"use_conv_bias": False, "time_step_limit": [0.2, float("inf")]},
 }

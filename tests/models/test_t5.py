@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import triax
@@ -21,9 +19,9 @@ from triax.models.t5 import buckets
 from triax.testing.check import check
 
 from support.command_line import run_main
+from support.encoder_decoder_models import GRIDS_WITH_OPTIONS, T5_CASES, batch_of, make_model, random_t5, require_equal
 from support.encoder_models import Case
 from support.sweeps import on_every_axis, some
-from support.t5_models import CASES, batch_of, make_t5, random_case, trained, wanted
 from support.toys import same
 
 TINY = T5Config.preset("t5-tiny")
@@ -31,71 +29,32 @@ TINY = T5Config.preset("t5-tiny")
 # ----------------------------------------------------------------------------------------------- beside transformers
 
 
-def require_equal(
-    ranks: Any, folder: Path, cases: dict[str, Case], sizes: tuple[int, int, int], **options: Any
-) -> None:
-    """Compare a step on a grid with transformers', and the saved folder with the loaded one, bit for bit."""
-    right = {name: wanted(case, folder / name) for name, case in cases.items()}
-    found = ranks(
-        sizes[0] * sizes[1] * sizes[2], trained, [str(folder / n) for n in cases], sizes, timeout=300, **options
-    )
-    for rank in found:
-        for name, step in zip(cases, rank, strict=True):
-            require_step_equal(step, right[name], f"{name} {cases[name]}")
-    for name in cases:
-        theirs, mine = (load_file(folder / name / kind / "model.safetensors") for kind in ("model", "saved"))
-        assert mine.keys() == theirs.keys()
-        for key, tensor in theirs.items():
-            assert mine[key].dtype == tensor.dtype and torch.equal(mine[key], tensor), (name, key)
-
-
-def require_step_equal(found: dict[str, Any], right: dict[str, Any], what: str) -> None:
-    close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-11)
-    assert found["loss"] == pytest.approx(right["loss"], rel=1e-10), what
-    if found["logits"] is not None:
-        rows, logits = found["logits"]
-        close(logits, right["logits"][rows], msg=f"{what}: {{}}".format)
-    assert found["gradients"].keys() == right["gradients"].keys(), what
-    for name, gradient in right["gradients"].items():
-        close(found["gradients"][name], gradient, msg=f"{what} {name}: {{}}".format)
-
-
 @on_every_axis
 def test_t5_trains_as_in_transformers_on_every_axis(
     ranks: Any, tmp_path: Path, sizes: tuple[int, int, int], options: dict[str, Any]
 ) -> None:
-    require_equal(ranks, tmp_path, CASES, sizes, **options)
+    require_equal(ranks, tmp_path, T5_CASES, sizes, **options)
 
 
-OPTIONS: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
-    ((4, 1, 1), {}),
-    ((2, 1, 1), {"schedule": "interleaved"}),
-    ((1, 1, 2), {"sequence_parallel": True, "recompute": "full"}),
-    ((2, 1, 2), {"sequence_parallel": True, "recompute": "selective"}),
-    ((1, 2, 1), {"stage": 1}),
-    ((2, 2, 1), {"stage": 2}),
-]
-
-
-@pytest.mark.parametrize(("sizes", "options"), some(OPTIONS, (2, 3)), ids=str)
+@pytest.mark.parametrize(("sizes", "options"), some(GRIDS_WITH_OPTIONS, (2, 3)), ids=str)
 def test_t5_trains_as_in_transformers_with_options(
     ranks: Any, tmp_path: Path, sizes: tuple[int, int, int], options: dict[str, Any]
 ) -> None:
-    require_equal(ranks, tmp_path, CASES, sizes, **options)
+    require_equal(ranks, tmp_path, T5_CASES, sizes, **options)
 
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 106), marks=pytest.mark.exhaustive)], ids=len)
 def test_random_t5s_equal_those_of_transformers(ranks: Any, tmp_path: Path, seeds: range) -> None:
-    require_equal(ranks, tmp_path, {str(seed): random_case(seed) for seed in seeds}, (1, 1, 2))
+    require_equal(ranks, tmp_path, {str(seed): random_t5(seed) for seed in seeds}, (1, 1, 2))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", T5_CASES)
 def test_transformers_reads_the_t5_that_triax_writes(tmp_path: Path, name: str) -> None:
     import transformers
 
-    model = make_t5(CASES[name])
+    model = make_model(T5_CASES[name])
     triax.save_hf(PipelineModule(triax.load_hf(model)), tmp_path)
-    read = getattr(transformers, CASES[name].cls).from_pretrained(tmp_path, dtype=torch.float64).eval()
+    read = getattr(transformers, T5_CASES[name].cls).from_pretrained(tmp_path, dtype=torch.float64).eval()
     for key, value in model.state_dict().items():
         assert torch.equal(read.state_dict()[key], value), key
     batch = batch_of(model.config)
@@ -115,7 +74,7 @@ def test_buckets_of_distances_are_those_of_transformers(both: bool) -> None:
 
 def test_the_factor_of_logits_stays_with_a_head_of_its_own(tmp_path: Path) -> None:
     """A folder that says nothing of the factor, and has another output layer than its embedding."""
-    make_t5(Case(CASES["t5"].cls, CASES["t5"].options | {"untied": True})).save_pretrained(tmp_path)
+    make_model(Case(T5_CASES["t5"].cls, T5_CASES["t5"].options | {"untied": True})).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     content = json.loads(file.read_text())
     assert content.pop("scale_decoder_outputs") is True
@@ -212,8 +171,8 @@ def test_what_a_t5_does_not_do_is_refused(tmp_path: Path) -> None:
     model = module(loss_fn=T5Loss(Grid(), TINY.vocab_size))
     with pytest.raises(ValueError, match=r"the model has an encoder \(causal=False\)"):
         triax.init_inference(model)
-    for block in (model.layers["2"], model.layers["7"]):
-        assert block.attention.refuses_slices == "attends to later tokens too (causal=False)"  # type: ignore[union-attr]
+    for part in (model.layers["2"].attention, model.layers["7"].cross):
+        assert part.refuses_slices == "attends to later tokens too (causal=False)"  # type: ignore[union-attr]
     (tmp_path / "t5.yaml").write_text(
         "model: {preset: t5-tiny}\ndata: {training: text}\ntraining: {steps: 3, sequence: 32}\nbatch: 4\n"
         "optimizer: {type: AdamW, params: {lr: 0.001}}\n"
@@ -258,7 +217,7 @@ def test_first_logits_of_a_t5_have_deviation_one(tied: bool, scaled: bool) -> No
     ],
 )
 def test_folders_of_other_t5s_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    make_t5(CASES["t5"]).save_pretrained(tmp_path)
+    make_model(T5_CASES["t5"]).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(ValueError, match=message):

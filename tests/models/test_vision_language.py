@@ -25,6 +25,7 @@ from support.vision_models import (
     GEMMA_CASES,
     IMAGE,
     IMAGES,
+    PADDED_CASES,
     PATCH_CASES,
     make,
     microbatch,
@@ -103,7 +104,7 @@ def require_equal_to_transformers(
         reader.from_pretrained(f"{out}/{when}", dtype=torch.float64).state_dict() for when in ("before", "after")
     )
     if model.config.tie_word_embeddings:
-        wanted["lm_head.weight"] = wanted["model.language_model.embed_tokens.weight"]
+        wanted["lm_head.weight"] = next(each for name, each in wanted.items() if name.endswith("embed_tokens.weight"))
     for name, value in model.state_dict().items():
         assert torch.equal(before[name], value), name
         moved = value - LR * wanted[name] if name in wanted else value
@@ -136,6 +137,11 @@ def require_equal_to_transformers(
         ("gemma3", False, (2, 1, 1, 1), 0, [0, 7, 11], "1f1b"),
         ("gemma3", False, (1, 2, 1, 1), 3, None, "1f1b"),
         ("gemma3-beyond", True, (2, 1, 1, 2), 1, [0, 3, 11], "1f1b"),
+        ("idefics3", False, (2, 1, 1, 1), 0, [0, 3, 11], "1f1b"),
+        ("idefics3", False, (1, 2, 1, 1), 3, None, "1f1b"),
+        ("smolvlm", False, (4, 1, 1, 1), 0, [0, 1, 4, 6, 11], "zb-h1"),
+        ("smolvlm", True, (2, 1, 1, 2), 1, [0, 7, 11], "1f1b"),
+        ("smolvlm", False, (1, 1, 2, 1), 0, None, "1f1b"),
     ],
 )
 def test_vision_models_train_as_transformers(
@@ -158,7 +164,7 @@ GRIDS = [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
     ("case", "sizes", "stage"),
-    [(case, sizes, stage) for case in CASES for sizes in (*GRIDS, (2, 1, 2, 1)) for stage in range(4)]
+    [(case, sizes, stage) for case in (*CASES, *PADDED_CASES) for sizes in (*GRIDS, (2, 1, 2, 1)) for stage in range(4)]
     + [
         (case, sizes, stage)
         for case in (*PATCH_CASES, *GEMMA_CASES)
@@ -172,7 +178,7 @@ def test_vision_models_train_as_transformers_on_every_grid(
     require_equal_to_transformers(ranks, tmp_path, case, frozen, sizes, stage)
 
 
-@pytest.mark.parametrize("case", [*CASES, *PATCH_CASES, *GEMMA_CASES])
+@pytest.mark.parametrize("case", [*CASES, *PADDED_CASES, *PATCH_CASES, *GEMMA_CASES])
 def test_vision_models_have_transformers_logits_and_files(tmp_path: Path, case: str) -> None:
     model = make(case)
     model.save_pretrained(tmp_path / "theirs")
@@ -206,7 +212,10 @@ def odd_step(kind: str, seed: int, out: str, sizes: Sizes) -> tuple[float, dict[
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    some([(kind, seed) for kind in (*PATCH_CASES, "gemma3") for seed in range(100)], (0, 101, 203, 204, 302)),
+    some(
+        [(kind, seed) for kind in (*PATCH_CASES, "gemma3", *PADDED_CASES) for seed in range(100)],
+        (0, 101, 203, 204, 302, 401, 503),
+    ),
 )
 def test_odd_models_of_images_train_as_transformers(ranks: Any, tmp_path: Path, kind: str, seed: int) -> None:
     """Random sizes, images and grids. Towers have no gradient in transformers if there are no images."""
@@ -282,7 +291,7 @@ def test_batches_without_images_train_as_transformers(tmp_path: Path) -> None:
                 torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("case", ["clip-llama", "qwen2_5_vl", "qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("case", ["clip-llama", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm"])
 def test_padding_on_the_right_changes_no_logits(case: str) -> None:
     model, given = make(case), microbatch(0, 1, case)
     given.pop("labels")
@@ -295,7 +304,7 @@ def test_padding_on_the_right_changes_no_logits(case: str) -> None:
     torch.testing.assert_close(found[mask], wanted[mask], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm"])
 def test_recomputed_layers_of_vision_models_give_equal_gradients(case: str) -> None:
     kept, recomputed = (engine_of(make(case), (1, 1, 1, 1), 0, recompute=what) for what in (None, "full"))
     assert step(kept, case) == step(recomputed, case)
@@ -304,7 +313,7 @@ def test_recomputed_layers_of_vision_models_give_equal_gradients(case: str) -> N
         assert torch.equal(found[name], gradient), name
 
 
-LANGUAGE = r".*language_model.*(q_proj|down_proj)"
+LANGUAGE = r".*(language|text)_model.*(q_proj|down_proj)"
 
 
 def with_adapters(case: str, sizes: Sizes, stage: int, cut: list[int] | None, out: str) -> Any:
@@ -322,10 +331,10 @@ def with_adapters(case: str, sizes: Sizes, stage: int, cut: list[int] | None, ou
     some(
         [
             (case, sizes)
-            for case in ("clip-llama", "gemma3", *PATCH_CASES)
+            for case in ("clip-llama", "gemma3", *PATCH_CASES, "smolvlm")
             for sizes in ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2))
         ],
-        (0, 2, 9, 12),
+        (0, 2, 9, 12, 15),
     ),
 )
 def test_adapters_of_the_language_model_equal_pefts(ranks: Any, tmp_path: Path, case: str, sizes: Sizes) -> None:
@@ -338,7 +347,8 @@ def test_adapters_of_the_language_model_equal_pefts(ranks: Any, tmp_path: Path, 
     start, _ = on_one_process(make(case), sizes[1], case)
     model: Any = peft.PeftModel.from_pretrained(make(case), str(tmp_path), is_trainable=True).double()
     adapted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert len(adapted) == 12 and all(".language_model.layers." in name for name in adapted)
+    language = "text_model" if case == "smolvlm" else "language_model"
+    assert len(adapted) == 12 and all(f".{language}.layers." in name for name in adapted)
     total, count = sums(
         model.base_model.model, [microbatch(r, n, case) for r in range(sizes[1]) for n in range(len(IMAGES[r]))]
     )
@@ -350,7 +360,7 @@ def test_adapters_of_the_language_model_equal_pefts(ranks: Any, tmp_path: Path, 
         for name, gradient in gradients.items():
             _, index, rest = name.split(".", 2)
             layer, _, factor = rest.removeprefix("block.").partition(".lora.")
-            theirs = f"base_model.model.model.language_model.layers.{int(index) - first - 1}.{layer}"
+            theirs = f"base_model.model.model.{language}.layers.{int(index) - first - 1}.{layer}"
             grad = wanted[f"{theirs}.lora_{factor[-1]}.default.weight"]
             torch.testing.assert_close(gradient, grad, rtol=1e-10, atol=1e-12, msg=name)
 

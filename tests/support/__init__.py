@@ -7,7 +7,7 @@ Models, batches and comparison
     gpt_batches.py, tokenized.py, toy_answers.py: token ids and labels, tokenized folders, prompts with answers
     toy_families.py, huggingface_models.py, varied_llama.py, vision_models.py: random models of transformers
     differences.py: the largest of several differences, and NaN among them
-    encoder_models.py, t5_models.py: encoders, T5s, padded batches, and their steps by transformers and on a grid
+    encoder_models.py, encoder_decoder_models.py: encoders, T5s, Whispers, batches, steps by transformers and on a grid
     bug_models.py, recompute_layers.py, torch_layers.py: layers with a fault, layers that count, layers of torch
     hub_cache.py: the Hugging Face Hub without a network
 

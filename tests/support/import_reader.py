@@ -66,10 +66,10 @@ BARE = (
         "models/config_base.py",
         "models/config_groups.py",
         "models/encoder_config.py",
+        "models/encoder_decoder_config.py",
         "models/presets.py",
         "models/recurrent/sizes.py",
         "models/rope_scaling.py",
-        "models/t5_config.py",
     ),
     *("engine/__init__.py", "engine/setup/__init__.py", "engine/setup/asked_schedule.py"),
     # The other files of the folder read the layers of a model, or time kernels.

@@ -37,6 +37,11 @@ GEMMA_CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("SiglipVisionConfig", "Gemma3TextConfig", _GEMMA, {"tie_word_embeddings": True}),
     "gemma3-beyond": ("SiglipVisionConfig", "Gemma3TextConfig", _GEMMA | {"vocab_size": 47}, {}),
 }
+# Prefix of the classes, and the options of all. Images of SmolVLM are masked in part.
+PADDED_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "idefics3": ("Idefics3", {}),
+    "smolvlm": ("SmolVLM", {"tie_word_embeddings": True}),
+}
 # Images of the two rows of each microbatch, for each replica.
 IMAGES: tuple[tuple[tuple[int, int], ...], ...] = (
     ((0, 1), (3, 0), (0, 0), (1, 2)),
@@ -77,6 +82,56 @@ def of_patches(
     configuration = getattr(transformers, f"{prefix}Config")
     config = configuration(vision_config=dict(vision), text_config=dict(text), **_IDS, **options)
     return _random(getattr(transformers, f"{prefix}ForConditionalGeneration"), config, seed)
+
+
+def of_rows(prefix: str, vision: dict[str, Any], text: dict[str, Any], options: dict[str, Any], seed: int = 3) -> Any:
+    """Return a random model of text and rows of images, in which no bias is 0 and no norm 1."""
+    import transformers
+
+    config = getattr(transformers, f"{prefix}Config")(
+        vision_config=dict(vision), text_config={"model_type": "llama", **text}, image_token_id=IMAGE, **options
+    )
+    return _random(getattr(transformers, f"{prefix}ForConditionalGeneration"), config, seed)
+
+
+def rows_of_images(counts: Sequence[int], shape: tuple[int, int, int], patch: int, seed: int) -> dict[str, Tensor]:
+    """Return images (B, n, C, H, W) with the padding of a processor: whole images, and rows and columns of pixels."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(len(counts), max(counts), *shape, generator=generator, dtype=torch.float64)
+    mask = torch.ones(len(counts), max(counts), *shape[1:], dtype=torch.bool)
+    for row, count in enumerate(counts):
+        mask[row, count:] = False
+        for image in range(count):
+            rows, columns = torch.randint(patch, shape[1] + 1, (2,), generator=generator).tolist()
+            mask[row, image, rows:] = False
+            mask[row, image, :, columns:] = False
+    return {"pixel_values": pixels * mask[:, :, None], "pixel_attention_mask": mask} if max(counts) else {}
+
+
+def odd_rows(kind: str, seed: int) -> tuple[Any, list[dict[str, Tensor]]]:
+    """Return a random Idefics3 or SmolVLM of odd sizes, and two microbatches of it."""
+    draw = random.Random(f"{kind} {seed}")
+    heads, kv_heads, patch, side = draw.choice((2, 3)), draw.choice((1, 2)), draw.randint(1, 3), draw.randint(1, 2)
+    factor, text_heads, tokens = draw.randint(1, 3), kv_heads * draw.randint(3 - kv_heads, 3), side**2
+    vision: dict[str, Any] = {"hidden_size": heads * draw.choice((3, 4)), "num_attention_heads": heads}
+    vision |= {"intermediate_size": draw.choice((5, 9)), "num_hidden_layers": draw.randint(1, 4), "patch_size": patch}
+    vision |= {"num_channels": draw.choice((1, 3)), "image_size": patch * side * factor}
+    text = _TEXT | {"hidden_size": 4 * text_heads, "num_attention_heads": text_heads, "num_key_value_heads": kv_heads}
+    text |= {"num_hidden_layers": draw.randint(1, 4), "intermediate_size": draw.choice((6, 14))}
+    options = {"scale_factor": factor, "tie_word_embeddings": draw.random() < 0.5}
+    batches, generator = [], torch.Generator().manual_seed(seed)
+    for number in range(2):
+        counts = [draw.randint(0, 3) for _ in range(2)]
+        ids = torch.randint(IMAGE, (2, max(counts) * (tokens + 1) + 5), generator=generator)
+        for row, count in zip(ids, counts, strict=True):
+            for start in range(1, 1 + count * (tokens + 1), tokens + 1):
+                row[start : start + tokens] = IMAGE
+        shape = vision["num_channels"], vision["image_size"], vision["image_size"]
+        images = rows_of_images(counts, shape, patch, seed + number)
+        if draw.random() < 0.3:
+            images.pop("pixel_attention_mask", None)
+        batches.append({"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), **images})
+    return of_rows(PADDED_CASES[kind][0], vision, text, options, seed), batches
 
 
 def odd_patches(kind: str, seed: int) -> tuple[Any, list[dict[str, Tensor]]]:
@@ -167,6 +222,8 @@ def odd_gemma(seed: int) -> tuple[Any, list[dict[str, Tensor]]]:
 
 def odd(kind: str, seed: int) -> tuple[Any, list[dict[str, Tensor]]]:
     """Return a random model of odd sizes, and two microbatches of it."""
+    if kind in PADDED_CASES:
+        return odd_rows(kind, seed)
     return odd_gemma(seed) if kind == "gemma3" else odd_patches(kind, seed)
 
 
@@ -191,6 +248,11 @@ def make(case: str, frozen: bool = False) -> Any:
         return model
     import transformers
 
+    if case in PADDED_CASES:
+        prefix, options = PADDED_CASES[case]
+        model = of_rows(prefix, _VISION | {"image_size": 16}, _TEXT, options)
+        model.model.vision_model.requires_grad_(not frozen)
+        return model
     tower, text, sizes, options = (CASES | GEMMA_CASES)[case]
     length, prefix, vision = ("mm_tokens_per_image", "Gemma3", _VISION | {"image_size": 16})
     if case in CASES:
@@ -246,6 +308,9 @@ def microbatch(replica: int, number: int, case: str = "") -> dict[str, Tensor]:
         ids[row, 1 : 1 + 4 * count] = IMAGE
     labels = ids.masked_fill(ids == IMAGE, -100)
     labels[:, : 1 + number] = -100
+    if case in PADDED_CASES:  # a square of 2 patches by 2 is an image token
+        images = rows_of_images(counts, (3, 16, 16), 4, 10 * replica + number)
+        return {"input_ids": ids, "labels": labels, **images}
     side = 16 if case in GEMMA_CASES else 8
     pixels = torch.randn(sum(counts), 3, side, side, generator=generator, dtype=torch.float64)
     given = {"pixel_values": pixels} if len(pixels) else {}
