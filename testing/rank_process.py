@@ -73,7 +73,7 @@ gc.freeze()
 # ------------------------------------------------------------------------- values between processes
 
 
-Address = tuple[str, str | None, int, str]  # of a module: its name, file, date, and the file of its code
+Address = tuple[str, str | None, int, str]  # of a module: its name, file, date, and the file of its code or ""
 
 
 def dump(value: object, address: Callable[[types.ModuleType], Address] | None = None) -> bytes:
@@ -127,7 +127,24 @@ def _tensor(numbers: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> 
 
 @functools.cache
 def compiled(path: str, mtime_ns: int, folder: str) -> str:
-    """File with the code of a test file, which the parent compiles once for all ranks."""
+    """File with the code of a test file, which the parent makes once for all ranks."""
+    code = Path(folder, f"{Path(path).stem}-{uuid.uuid4()}.code")
+    code.write_bytes(marshal.dumps(_from_pytest(path) or _code(path)))
+    return str(code)
+
+
+def _from_pytest(path: str) -> types.CodeType | None:
+    """Return the code that pytest has written for a test file into its cache; None if there is none of this text."""
+    try:
+        from _pytest.assertion.rewrite import PYC_TAIL, _read_pyc, get_cache_dir
+    except ImportError:
+        return None
+    file = Path(path)
+    return _read_pyc(file, get_cache_dir(file) / f"{file.stem}{PYC_TAIL}")
+
+
+def _code(path: str) -> types.CodeType:
+    """Return the code of a file, whose assertions say what they compared."""
     source = Path(path).read_bytes()
     tree = ast.parse(source, filename=path)
     with contextlib.suppress(ImportError):
@@ -135,14 +152,15 @@ def compiled(path: str, mtime_ns: int, folder: str) -> str:
         from _pytest.assertion.rewrite import rewrite_asserts
 
         rewrite_asserts(tree, source, path)
-    code = Path(folder, f"{Path(path).stem}-{uuid.uuid4()}.code")
-    code.write_bytes(marshal.dumps(compile(tree, path, "exec")))
-    return str(code)
+    return compile(tree, path, "exec")
 
 
 @functools.cache
 def _load(name: str, path: str | None, mtime_ns: int, code: str) -> types.ModuleType:
-    """Import module `name`; a test file is loaded from its code, once for each date of the file."""
+    """Import module `name`; a test file is loaded from its code, once for each date of the file.
+
+    Another file that no import finds has no code yet: each rank compiles it.
+    """
     if path is None:
         return importlib.import_module(name)
     if not is_test_file(path):
@@ -154,7 +172,7 @@ def _load(name: str, path: str | None, mtime_ns: int, code: str) -> types.Module
     module.__file__ = path
     sys.modules[name] = module
     try:
-        exec(marshal.loads(Path(code).read_bytes()), module.__dict__)
+        exec(marshal.loads(Path(code).read_bytes()) if code else _code(path), module.__dict__)
     except BaseException:
         del sys.modules[name]
         raise
