@@ -129,30 +129,27 @@ def _tensor(numbers: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> 
 def compiled(path: str, mtime_ns: int, folder: str) -> str:
     """File with the code of a test file, which the parent makes once for all ranks."""
     code = Path(folder, f"{Path(path).stem}-{uuid.uuid4()}.code")
-    code.write_bytes(marshal.dumps(_from_pytest(path) or _code(path)))
+    code.write_bytes(marshal.dumps(_code(Path(path))))
     return str(code)
 
 
-def _from_pytest(path: str) -> types.CodeType | None:
-    """Return the code that pytest has written for a test file into its cache; None if there is none of this text."""
-    try:
-        from _pytest.assertion.rewrite import PYC_TAIL, _read_pyc, get_cache_dir
-    except ImportError:
-        return None
-    file = Path(path)
-    return _read_pyc(file, get_cache_dir(file) / f"{file.stem}{PYC_TAIL}")
+def _code(file: Path) -> types.CodeType:
+    """Return the code of a file with pytest's rewriting, so that `assert a == b` on a rank also says what a and b were.
 
-
-def _code(path: str) -> types.CodeType:
-    """Return the code of a file, whose assertions say what they compared."""
-    source = Path(path).read_bytes()
-    tree = ast.parse(source, filename=path)
+    pytest has rewritten most test files for itself, and keeps their code in its cache.
+    """
     with contextlib.suppress(ImportError):
-        # pytest's rewriting, so that `assert a == b` on a rank also says what a and b were.
+        from _pytest.assertion.rewrite import PYC_TAIL, _read_pyc, get_cache_dir
+
+        if (code := _read_pyc(file, get_cache_dir(file) / f"{file.stem}{PYC_TAIL}")) is not None:
+            return code
+    source = file.read_bytes()
+    tree = ast.parse(source, filename=str(file))
+    with contextlib.suppress(ImportError):
         from _pytest.assertion.rewrite import rewrite_asserts
 
-        rewrite_asserts(tree, source, path)
-    return compile(tree, path, "exec")
+        rewrite_asserts(tree, source, str(file))
+    return compile(tree, file, "exec")
 
 
 @functools.cache
@@ -172,7 +169,7 @@ def _load(name: str, path: str | None, mtime_ns: int, code: str) -> types.Module
     module.__file__ = path
     sys.modules[name] = module
     try:
-        exec(marshal.loads(Path(code).read_bytes()) if code else _code(path), module.__dict__)
+        exec(marshal.loads(Path(code).read_bytes()) if code else _code(Path(path)), module.__dict__)
     except BaseException:
         del sys.modules[name]
         raise
