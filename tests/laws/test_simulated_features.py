@@ -161,7 +161,6 @@ FEATURES: dict[str, Callable[..., Found]] = {
 # Of which others have the copies and the waits: stage 2, a pipeline, activations and stage 3.
 SIMILAR = [
     "optimizer state in host memory, stage 1",
-    "weights alone in host memory",
     "weights and optimizer state in host memory",
     "a plain module, stage 0",
     "no overlap of collectives",
