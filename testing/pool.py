@@ -319,8 +319,7 @@ class Pool:
             return module.__name__, None, 0, ""
         path = str(Path(path).resolve())
         date = os.stat(path).st_mtime_ns
-        code = rank_process.compiled(path, date, str(self.folder)) if rank_process.is_test_file(path) else ""
-        return module.__name__, path, date, code
+        return module.__name__, path, date, rank_process.compiled(path, date, str(self.folder))
 
     def _workers(self, n: int, held: list[_Worker]) -> list[_Worker]:
         """The first n workers of those held, whole: those that died or were killed are replaced."""

@@ -73,7 +73,7 @@ gc.freeze()
 # ------------------------------------------------------------------------- values between processes
 
 
-Address = tuple[str, str | None, int, str]  # of a module: its name, file, date, and the file of its code or ""
+Address = tuple[str, str | None, int, str]  # of a module: its name, file, date, and the file of its code
 
 
 def dump(value: object, address: Callable[[types.ModuleType], Address] | None = None) -> bytes:
@@ -127,37 +127,22 @@ def _tensor(numbers: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> 
 
 @functools.cache
 def compiled(path: str, mtime_ns: int, folder: str) -> str:
-    """File with the code of a test file, which the parent makes once for all ranks."""
-    code = Path(folder, f"{Path(path).stem}-{uuid.uuid4()}.code")
-    code.write_bytes(marshal.dumps(_code(Path(path))))
-    return str(code)
-
-
-def _code(file: Path) -> types.CodeType:
-    """Return the code of a file with pytest's rewriting, so that `assert a == b` on a rank also says what a and b were.
-
-    pytest has rewritten most test files for itself, and keeps their code in its cache.
-    """
+    """File with the code of a test file, which the parent compiles once for all ranks."""
+    source = Path(path).read_bytes()
+    tree = ast.parse(source, filename=path)
     with contextlib.suppress(ImportError):
-        from _pytest.assertion.rewrite import PYC_TAIL, _read_pyc, get_cache_dir
-
-        if (code := _read_pyc(file, get_cache_dir(file) / f"{file.stem}{PYC_TAIL}")) is not None:
-            return code
-    source = file.read_bytes()
-    tree = ast.parse(source, filename=str(file))
-    with contextlib.suppress(ImportError):
+        # pytest's rewriting, so that `assert a == b` on a rank also says what a and b were.
         from _pytest.assertion.rewrite import rewrite_asserts
 
-        rewrite_asserts(tree, source, str(file))
-    return compile(tree, file, "exec")
+        rewrite_asserts(tree, source, path)
+    code = Path(folder, f"{Path(path).stem}-{uuid.uuid4()}.code")
+    code.write_bytes(marshal.dumps(compile(tree, path, "exec")))
+    return str(code)
 
 
 @functools.cache
 def _load(name: str, path: str | None, mtime_ns: int, code: str) -> types.ModuleType:
-    """Import module `name`; a test file is loaded from its code, once for each date of the file.
-
-    Another file that no import finds has no code yet: each rank compiles it.
-    """
+    """Import module `name`; a test file is loaded from its code, once for each date of the file."""
     if path is None:
         return importlib.import_module(name)
     if not is_test_file(path):
@@ -169,7 +154,7 @@ def _load(name: str, path: str | None, mtime_ns: int, code: str) -> types.Module
     module.__file__ = path
     sys.modules[name] = module
     try:
-        exec(marshal.loads(Path(code).read_bytes()) if code else _code(Path(path)), module.__dict__)
+        exec(marshal.loads(Path(code).read_bytes()), module.__dict__)
     except BaseException:
         del sys.modules[name]
         raise

@@ -35,7 +35,7 @@ BUDGET = {
     "options": 1586,
     "inference": 1523,
     "context": 1473,
-    "testing": 1465,
+    "testing": 1458,
     "base": 1444,
     "moe": 1118,
 }
