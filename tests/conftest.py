@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Generator
 
 import pytest
@@ -18,8 +19,10 @@ os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
 # Before torch is imported, here and in programs that tests start: the tensors of tests are so small that two threads
 # spend their time waiting for each other, with 6 times the CPU.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Tests start some hundred processes, and each would compile the library again, for a second of its CPU.
+# Tests start some hundred processes, and each would compile the library again, for a second of its CPU; and each worker
+# would rewrite all test files for pytest, for 15 s of its CPU, where one run can leave them to the next.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 class FirstFailure:
@@ -53,7 +56,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     others = [item for item in items if item.get_closest_marker("exhaustive") or item.get_closest_marker("device")]
     config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in others]
+    left_out = set(others)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -66,7 +70,16 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
         os.chdir(folder)
 
 
-def pytest_collection_finish() -> None:
-    """Leave what was imported and collected out of the collections that tests ask for: it is no garbage."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave what is imported and collected out of collections of garbage, which would take a quarter of this CPU.
+
+    It is no garbage, and later collections, also those that tests ask for, need not look through it.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()

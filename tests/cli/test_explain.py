@@ -36,7 +36,7 @@ _SIZES = {
     "vocab_size": 96,
     "max_position_embeddings": 64,
 }
-SMALL = [f"model.overrides={json.dumps(_SIZES)}", "training.sequence=16", "batch.tokens=256"]
+SMALL = [f"model.overrides={json.dumps(_SIZES)}", "training.sequence=16", "batch.tokens=128"]
 SMALL += ["checkpoint=false", "monitor.trace=false"]
 STATES = ("parameters", "gradients", "masters", "optimizer", "buffers")
 

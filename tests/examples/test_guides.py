@@ -59,7 +59,7 @@ SLOW = {
     "pictures.py 2 2",
     *("grpo.py 1 1 240", "grpo.py 2 2 240", "grpo.py 2 2 8"),
     *("evaluate.py 2 2", "transfer.py 1 1 0", "transfer.py 1 1 3"),
-    *("digits.py 1 600", "digits.py 2 600"),
+    *("digits.py 1 600", "digits.py 2 600", "digits.py 2 8", "texts.py 2 2"),  # on axes: tests/models/test_dit.py
 }
 # A package: the last tests of this file; a project: tests/testing/test_kit.py; tests/train/test_distill_run.py.
 INSTALLED = {"npz_export.py", "test_my_model.py", "store_teacher.py"}

@@ -368,12 +368,14 @@ TWO: list[tuple[dict[str, Any], Cell]] = [
     ({"pipe": 2}, ("gpt", "1f1b", 3, {"packed": True, "stage": 2})),
     ({"pipe": 2}, ("llama", "interleaved", 2, {"stage": 1})),
 ]
+PARTS: dict[str, Any] = {"length": 16, "sequence_parallel": True, "steps": 1}
 FOUR: list[tuple[dict[str, Any], Cell]] = [
-    ({"pipe": 2, "tensor": 2}, ("delta", "zb-h1", 2, {"packed": True, "length": 16, "sequence_parallel": True})),
+    ({"pipe": 2, "tensor": 2}, ("delta", "zb-h1", 2, {**PARTS, "packed": True})),
     ({"pipe": 2, "data": 2}, ("llama", "1f1b", (2, 1, 1), {"packed": True, "stage": 3})),
 ]
 MORE_FOUR: list[tuple[dict[str, Any], Cell]] = [
-    ({"pipe": 2, "tensor": 2}, ("gpt", "1f1b", 3, {"length": 16, "sequence_parallel": True})),
+    ({"pipe": 2, "tensor": 2}, ("gpt", "1f1b", 3, {**PARTS, "steps": 2})),
+    ({"pipe": 2, "tensor": 2}, ("delta", "zb-h1", 2, {**PARTS, "packed": True, "steps": 2})),
 ]
 
 

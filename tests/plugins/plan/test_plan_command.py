@@ -212,7 +212,7 @@ def test_triax_plan_refuses_wrong_arguments_with_what_to_type(arguments: list[st
 
 
 def test_triax_plan_warns_if_the_first_layout_has_little_free_memory() -> None:
-    sizes = ("--model", "llama3-70b", "--gpus", "16", "--batch", "16")
+    sizes = ("--model", "llama3-70b", "--gpus", "16", "--batch", "16", "--layout", "context=1,schedule=1f1b")
     limit = ask(*sizes, "--top", "1")["layouts"][0]["memory_gib"]
     text = " ".join(run(*sizes, "--top", "1").split())
     found = re.search(
