@@ -23,6 +23,7 @@ from ..plugins.plan.memory import ModelMemory, RankMemory
 from ..plugins.plan.parallel_layout import ParallelLayout
 from ..plugins.plan.state_memory import StateOptions
 from ..train.job import Job
+from ..train.model_choice import foreign_layers
 
 
 def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
@@ -35,8 +36,9 @@ def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: the grid does not fit the model.
     """
-    if job.file.model.layers is not None:
-        raise ConfigError("--explain knows triax's own models alone, and model.layers is a function: try --dry-run")
+    if (words := foreign_layers(job.file)) is not None:
+        other = "train a few steps (training.steps=3)" if job.file.data.images else "try --dry-run"
+        raise ConfigError(f"--explain knows triax's own models alone, and {words}: {other}")
     layout, memory = layout_of_job(job), memory_of_job(job)
     try:
         memory.check(layout, job.sequence)

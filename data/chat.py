@@ -29,17 +29,18 @@ class ChatTemplate:
 
     Args:
         folder: the tokenizer's folder, for transformers, or an id of the Hub.
+        tokenizer: the tokenizer, if it is loaded.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or cannot say which characters a token stands for.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, tokenizer: Any = None) -> None:
         if str(folder) == BYTES or not (path := local_folder(folder)).is_dir():
             raise ConfigError(
                 f"{folder} has no chat template. Give the folder, or the id on the Hub, of a tokenizer that has one."
             )
-        self._name, self._tokenizer = str(folder), load_transformers(path)
+        self._name, self._tokenizer = str(folder), load_transformers(path) if tokenizer is None else tokenizer
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 f"{folder} has no chat template. Add a file chat_template.jinja there, or give another tokenizer."
@@ -83,9 +84,8 @@ class ChatTemplate:
 
     def _by_prompts(self, messages: list[dict[str, Any]]) -> tuple[Array, Array]:
         text = self._render(messages)
-        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = np.asarray(encoding["input_ids"], np.int64)
-        begins = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
+        ids, offsets = self._with_offsets(text)
+        begins = offsets[:, 0]
         counted = np.zeros(len(ids), np.uint8)
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -97,6 +97,12 @@ class ChatTemplate:
                     )
                 counted[(begins >= len(before)) & (begins < len(after))] = 1
         return ids, counted
+
+    def _with_offsets(self, text: str) -> tuple[Array, Array]:
+        """Return the tokens of a text (T,), and the characters at which each begins and ends (T, 2)."""
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2)
+        return np.asarray(encoding["input_ids"], np.int64), offsets
 
     def _render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
         return str(_applied(self._tokenizer, messages, tokenize=False, add_generation_prompt=prompt))

@@ -27,7 +27,7 @@ from ..pipe.schedules.choose import require_schedule
 from .engine_options import engine_options, foreign_options, name_of
 from .learning_rate import LearningRate
 from .method_checks import Facts, require_method_fits
-from .model_choice import is_reward_model, layer_count, model_config, own_config, require_model_fits
+from .model_choice import image_config, is_reward_model, layer_count, model_config, own_config, require_model_fits
 from .sections import TrainingFile
 
 _MOST_OPS = 10**6  # passes of a step
@@ -145,7 +145,8 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
             and says what to change.
     """
     file = _pinned(file)
-    model = model_config(file.model) if file.model.layers is None else own_config(file)
+    configure = own_config if file.model.layers is not None else image_config if file.data.images else None
+    model = model_config(file.model) if configure is None else configure(file)
     layers = layer_count(file.model, model)
     topology = _topology(file, processes, places)
     given = foreign_options(file)

@@ -17,7 +17,9 @@ from ..engine.pipeline_engine import PipelineEngine
 from ..engine.setup.measured_layers import measure_layers
 from ..grid import Grid
 from ..models.config import TransformerConfig
+from ..models.huggingface.image_config import ImageTextConfig
 from ..models.huggingface.load import load_hf
+from ..models.huggingface.pipeline_layers import CausalLMLoss
 from ..models.layers import NextTokenLoss
 from ..models.log_probs import LogProbsLoss
 from ..models.mtp import MTPLoss
@@ -49,7 +51,7 @@ def build_module(job: Job, grid: Grid) -> PipelineModule:
     has_head = is_reward_model and job.starts_with_score
     if has_head:
         layers = reward_layers(layers)
-    if job.file.model.has_weights:
+    if job.file.model.has_weights and not job.file.data.images:
         layers = load_hf(job.file.model.folder, layers)
     if is_reward_model and not has_head:
         layers = reward_layers(layers)
@@ -93,8 +95,10 @@ def frozen_engine(job: Job, grid: Grid, folder: str | None) -> PipelineEngine:
 
 
 def layers_of_job(job: Job) -> list[Any]:
-    """Return the list of layers of a run's language model, with random weights."""
+    """Return the list of layers of a run's language model, with random weights; with images, of its whole model."""
     section = job.file.model
+    if job.file.data.images:
+        return job.model.layers()
     if section.layers is not None:
         return list(layers_function(section)(job.model))
     options = {"sequence_parallel": job.file.grid.sequence_parallel, "attention": section.attention}
@@ -136,6 +140,8 @@ def with_cut(job: Job, grid: Grid, training: TokenData | Answers | Prompts) -> J
     if isinstance(training, TokenData):
         rows = make_loader(training, batch.train, batch.micro, 0, grid.replicas, job.file.seed)
         microbatch = next(iter(rows))
+    elif job.file.data.images:
+        microbatch = training.collate(training.numbers[: batch.micro])
     else:  # no time depends on the values
         microbatch = blank_microbatch(job, job.sequence if isinstance(training, Prompts) else training.length)
     layers = layers_of_job(job)
@@ -164,6 +170,8 @@ def loss_for(model: TransformerConfig, grid: Grid, method: MethodSection | None 
     """Return the loss of a method, or of the next token and of those after it that the model predicts too."""
     if method is None and (modules := getattr(model, "num_nextn_predict_layers", 0)):
         return MTPLoss(grid, model.vocab_size, modules)
+    if isinstance(model, ImageTextConfig):
+        return CausalLMLoss(grid=grid)
     if method is None or method.name == "sft":
         return NextTokenLoss(grid, model.vocab_size)
     if method.name == "kto":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..base.errors import ConfigError, nearest, no_such
+from ..base.errors import ConfigError, nearest, no_such, to_install
 from ..base.hub import local_folder
 from ..base.named_function import named_function
 from ..base.option_error import OptionError
@@ -42,7 +42,10 @@ def model_config(section: ModelSection) -> TransformerConfig:
         where = f"model.folder {section.folder}"
         try:
             folder = local_folder(section.folder)
-            found = from_hf(read_config(folder), folder / "config.json")
+            read = read_config(folder)
+            if "vision_config" in read:
+                raise ConfigError("it is a model of images and text: write data.images: true, and method: sft")
+            found = from_hf(read, folder / "config.json")
         except (ValueError, OSError) as error:
             raise ConfigError(f"{where}: {error}") from error
     return _with_overrides(section, found, where)
@@ -66,10 +69,57 @@ def own_config(file: TrainingFile) -> TransformerConfig:
                 "triax.GPTConfig(...): give it one, or give model.preset"
             )
         found = argument.default
+    has_export = "export" in file.given and file.export is not None
+    _require_any_layers_do(file, {"export": has_export, "evaluate.best": file.evaluate.best})
+    if file.method is None and "document_mask" not in file.data.given:
+        raise ConfigError(
+            "data.document_mask is true, for which the first layer of model.layers gets a pair of tokens and document "
+            "numbers: write false, or true if your layers take the pair"
+        )
+    return _with_overrides(section, found, f"model.layers {section.layers}")
+
+
+def image_config(file: TrainingFile) -> TransformerConfig:
+    """Return the configuration of the model of a file with ``data.images``.
+
+    Raises:
+        ConfigError: the folder is of no such model, or the file asks for what its layers cannot do.
+    """
+    section = file.model
+    if section.folder is None or file.method is None:
+        missing = "model.folder" if section.folder is None else "method"
+        raise ConfigError(
+            f"data.images trains a vision-language model on answers, but there is no {missing}: give model.folder, and "
+            "method: sft"
+        )
+    _require_any_layers_do(file, {"model.overrides": bool(section.overrides)})
+    try:
+        from ..models.huggingface.image_config import ImageTextConfig  # needs torch
+
+        return ImageTextConfig.of_folder(section.folder, section.has_weights)
+    except ImportError as error:
+        raise ConfigError(f"data.images needs transformers. Type {to_install('images')}") from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model.folder {section.folder}: {error}") from error
+
+
+def foreign_layers(file: TrainingFile) -> str | None:
+    """Return where layers that are not triax's own come from, in words; None: they are triax's own."""
+    if file.model.layers is not None:
+        return "model.layers is a function"
+    return "data.images takes the layers of transformers" if file.data.images else None
+
+
+def _require_any_layers_do(file: TrainingFile, more: Mapping[str, bool]) -> None:
+    """Check that a file with layers that are not triax's own does not ask for what they cannot do.
+
+    Args:
+        file: the training file.
+        more: further keys, and whether they are asked for.
+    """
     asked = {
-        "export": "export" in file.given and file.export is not None,
+        **more,
         "sample": file.sample is not None,
-        "evaluate.best": file.evaluate.best,
         "evaluate.tasks": bool(file.evaluate.tasks),
         "grid.sequence_parallel": file.grid.sequence_parallel,
         "grid.context": file.grid.context > 1,
@@ -77,13 +127,7 @@ def own_config(file: TrainingFile) -> TransformerConfig:
     }
     for key, is_asked in asked.items():
         if is_asked:
-            raise ConfigError(f"{key} works with triax's own models, and model.layers is a function: leave {key} out")
-    if file.method is None and "document_mask" not in file.data.given:
-        raise ConfigError(
-            "data.document_mask is true, for which the first layer of model.layers gets a pair of tokens and document "
-            "numbers: write false, or true if your layers take the pair"
-        )
-    return _with_overrides(section, found, f"model.layers {section.layers}")
+            raise ConfigError(f"{key} works with triax's own models, and {foreign_layers(file)}: leave {key} out")
 
 
 def layers_function(section: ModelSection) -> Callable[..., Any]:
