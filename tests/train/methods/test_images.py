@@ -131,14 +131,14 @@ def test_runs_on_images_equal_transformers_on_grids(
 
     root, samples = place_of(tmp_path, kind)
     losses, (gradients, model) = reference(kind, root, samples, 4)
-    for size, changes in parts:
-        words = [f"name=run-{size}", *filter(None, changes.split("; "))]
+    for number, (size, changes) in enumerate(parts):
+        words = [f"name=run-{number}", *filter(None, changes.split("; "))]
         for found, own in ranks(size, run, str(root), *words, timeout=240):
             assert found == pytest.approx(losses, rel=1e-10)
             assert own.keys() == gradients.keys()
             for name, gradient in gradients.items():
                 torch.testing.assert_close(own[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
-        out = root / "runs" / f"run-{size}" / "model"
+        out = root / "runs" / f"run-{number}" / "model"
         written = transformers.AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float64)
         for name, value in model.state_dict().items():
             torch.testing.assert_close(written.state_dict()[name], value, rtol=1e-10, atol=1e-12, msg=name)
