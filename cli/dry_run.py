@@ -33,8 +33,8 @@ class JobSteps:
     def __init__(self, job: Job) -> None:
         if job.file.data.images:
             raise ConfigError(
-                "--dry-run computes without values, on which the layers of images depend (data.images): train a few "
-                "steps (training.steps=3)"
+                "data.images takes layers that depend on values, and --dry-run has none: train a few steps "
+                "(training.steps=3)"
             )
         self._job = job
 

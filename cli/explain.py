@@ -23,7 +23,6 @@ from ..plugins.plan.memory import ModelMemory, RankMemory
 from ..plugins.plan.parallel_layout import ParallelLayout
 from ..plugins.plan.state_memory import StateOptions
 from ..train.job import Job
-from ..train.model_choice import foreign_layers
 
 
 def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
@@ -36,9 +35,8 @@ def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: the grid does not fit the model.
     """
-    if (words := foreign_layers(job.file)) is not None:
-        other = "train a few steps (training.steps=3)" if job.file.data.images else "try --dry-run"
-        raise ConfigError(f"--explain knows triax's own models alone, and {words}: {other}")
+    if job.file.model.layers is not None:
+        raise ConfigError("--explain knows triax's own models alone, and model.layers is a function: try --dry-run")
     layout, memory = layout_of_job(job), memory_of_job(job)
     try:
         memory.check(layout, job.sequence)
@@ -103,7 +101,16 @@ def layout_of_job(job: Job) -> ParallelLayout:
 
 
 def memory_of_job(job: Job) -> ModelMemory:
-    """Return the formulas for the memory of a run's model, with the options of its training."""
+    """Return the formulas for the memory of a run's model, with the options of its training.
+
+    Raises:
+        ConfigError: there are none for the run's layers.
+    """
+    if job.file.data.images:
+        raise ConfigError(
+            "data.images takes the layers of transformers, whose memory is not known before they run: train a few "
+            "steps (training.steps=3), which print it"
+        )
     section = job.options.optimizer
     states = optimizer_states(section.type, section.arguments)
     options = StateOptions.of(job.options, job.precision, states, job.file.optimizer.decays)

@@ -44,7 +44,10 @@ def model_config(section: ModelSection) -> TransformerConfig:
             folder = local_folder(section.folder)
             read = read_config(folder)
             if "vision_config" in read:
-                raise ConfigError("it is a model of images and text: write data.images: true, and method: sft")
+                raise ConfigError(
+                    "it is a model of images and text, which a training file trains with data.images: true and "
+                    "method: sft (docs/guides/vision-language.md)"
+                )
             found = from_hf(read, folder / "config.json")
         except (ValueError, OSError) as error:
             raise ConfigError(f"{where}: {error}") from error
@@ -70,7 +73,8 @@ def own_config(file: TrainingFile) -> TransformerConfig:
             )
         found = argument.default
     has_export = "export" in file.given and file.export is not None
-    _require_any_layers_do(file, {"export": has_export, "evaluate.best": file.evaluate.best})
+    more = {"export": has_export, "evaluate.best": file.evaluate.best}
+    _require_any_layers_do(file, "model.layers is a function", more)
     if file.method is None and "document_mask" not in file.data.given:
         raise ConfigError(
             "data.document_mask is true, for which the first layer of model.layers gets a pair of tokens and document "
@@ -92,7 +96,8 @@ def image_config(file: TrainingFile) -> TransformerConfig:
             f"data.images trains a vision-language model on answers, but there is no {missing}: give model.folder, and "
             "method: sft"
         )
-    _require_any_layers_do(file, {"model.overrides": bool(section.overrides)})
+    more = {"model.overrides": bool(section.overrides)}
+    _require_any_layers_do(file, "data.images takes the layers of transformers", more)
     try:
         from ..models.huggingface.image_config import ImageTextConfig  # needs torch
 
@@ -103,18 +108,12 @@ def image_config(file: TrainingFile) -> TransformerConfig:
         raise ConfigError(f"model.folder {section.folder}: {error}") from error
 
 
-def foreign_layers(file: TrainingFile) -> str | None:
-    """Return where layers that are not triax's own come from, in words; None: they are triax's own."""
-    if file.model.layers is not None:
-        return "model.layers is a function"
-    return "data.images takes the layers of transformers" if file.data.images else None
-
-
-def _require_any_layers_do(file: TrainingFile, more: Mapping[str, bool]) -> None:
+def _require_any_layers_do(file: TrainingFile, origin: str, more: Mapping[str, bool]) -> None:
     """Check that a file with layers that are not triax's own does not ask for what they cannot do.
 
     Args:
         file: the training file.
+        origin: the layers' origin, in words.
         more: further keys, and whether they are asked for.
     """
     asked = {
@@ -127,7 +126,7 @@ def _require_any_layers_do(file: TrainingFile, more: Mapping[str, bool]) -> None
     }
     for key, is_asked in asked.items():
         if is_asked:
-            raise ConfigError(f"{key} works with triax's own models, and {foreign_layers(file)}: leave {key} out")
+            raise ConfigError(f"{key} works with triax's own models, and {origin}: leave {key} out")
 
 
 def layers_function(section: ModelSection) -> Callable[..., Any]:

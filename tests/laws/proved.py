@@ -185,8 +185,8 @@ not run with it.
 
 Other tests compare one process with transformers, torch and TRL ([Models](models.md),
 [Preferences](guides/preferences.md)), and run grids of several axes. So they do for models of images and text: llava,
-gemma3, qwen2_vl, qwen2_5_vl and qwen3_vl, on the pipe, data and tensor axes, all weights and LoRA
-([Vision and language](guides/vision-language.md)). To check your own model, run `triax check`
+gemma3, qwen2_vl, qwen2_5_vl and qwen3_vl, on the pipe, data and tensor axes, all weights and LoRA, also from training
+files with `data.images` ([Vision and language](guides/vision-language.md)). To check your own model, run `triax check`
 ([Test your model on grids](guides/testing.md)); for a grid of any size, `triax check --dry-run`.
 
 torch {torch.__version__.partition("+")[0]}, CPU, gloo."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from triax.data.image_answers import ImageAnswers
 from triax.models.huggingface.config import entries
 from triax.models.huggingface.save import wrapping
 
-from support.command_line import run_triax
+from support.command_line import output_of, run_triax
 from support.exact_norms import exact
-from support.file_runs import Recorder, run_watched
+from support.file_runs import Recorder, run_watched, validations
 from support.image_runs import FILE, picture, processor_of, write_folder, write_pictures, write_samples
 from support.method_runs import STOP, batches_of, refusal_of
+from support.readme_blocks import block_of
 from support.toy_answers import quiet
 from support.vision_models import PATCH_CASES, make
 
@@ -38,11 +40,17 @@ class InFloat64(Recorder):
     def names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors by the names of transformers' live model."""
         table = entries(wrapping(self.run.engine.module).names(), {})
-        return {(table[name].live or table[name].theirs)[0]: tensor for name, tensor in tensors.items()}
+        return {self._theirs(table, name): tensor for name, tensor in tensors.items()}
+
+    def _theirs(self, table: dict[str, Any], name: str) -> str:
+        return str((table[name].live or table[name].theirs)[0]) if name in table else name
 
 
 def run(root: str, *changes: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Be a rank of a run; return the losses of its steps, and the gradients of the first, by transformers' names."""
+    """Be a rank of a run; return the losses of its steps, and the gradients of the first, by transformers' names.
+
+    Gradients of adapters have triax's names.
+    """
     watch = InFloat64()
     try:
         run_watched(watch, root, "images.yaml", *changes)
@@ -243,6 +251,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "long": {"images": ["pictures/long.png"]},
         "token": {"completion": [{"role": "assistant", "content": "it is <|image_pad|>"}]},
     }
+    processor_of("qwen2_5_vl").tokenizer.save_pretrained(root / "words")
     picture(1, 1, 1).resize((1000, 4)).save(root / "pictures" / "long.png")
     for name, change in wrong.items():
         write_samples(root / f"{name}.jsonl", [samples[0], samples[0] | change])
@@ -261,7 +270,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["data.training=long.jsonl"], "line 2: the image pictures/long.png has 1000 x 4 pixels"),
         (["data.training=token.jsonl"], "line 2: the chat template makes a text with 2 tokens <|image_pad|>"),
         (["training.sequence=8"], "there is no sample in samples.jsonl whose prompt is shorter than 8 tokens"),
-        (["data.images=false"], "it is a model of images and text: write data.images: true"),
+        (["data.images=false"], "which a training file trains with data.images: true"),
         (["method=dpo"], "method works with triax's own models, and data.images takes the layers of transformers"),
         (["sample={prompt: it}"], "sample works with triax's own models"),
         (["evaluate.tasks=piqa"], "evaluate.tasks works with triax's own models"),
@@ -269,6 +278,8 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["grid.tensor=2", "grid.sequence_parallel=true"], "grid.sequence_parallel works with triax's own models"),
         (["model={preset: bytes-tiny}"], "there is no model.folder: give model.folder"),
         (["model.weights=false", "model.overrides={hidden_size: 8}"], "model.overrides works with triax's own models"),
+        (["tokenizer=bytes"], "tokenizer bytes has 256 tokens"),
+        (["tokenizer=words"], "words has no processor of images that transformers can load"),
         (["schedule={name: 1f1b, slices: 2}"], "has images, whose tokens belong to whole sequences"),
         (["method=null"], "there is no method"),
     ],
@@ -282,10 +293,26 @@ def test_runs_on_images_refuse_mistakes(
 
 def test_explain_and_dry_run_refuse_layers_of_images(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(qwen)
-    for flag in ("--explain", "--dry-run"):
-        code, said = run_triax("train", flag, "images.yaml")
-        assert (
-            code == 2
-            and "(data.images)" in said.replace("data.images takes", "(data.images)")
-            and "training.steps=3" in said
-        )
+    for words in (["train", "--explain"], ["train", "--dry-run"], ["memory"]):
+        code, said = run_triax(*words, "images.yaml")
+        assert code == 2 and "data.images takes" in said and "training.steps=3" in said
+
+
+def test_the_guides_training_file_learns_what_pictures_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that sees the pictures' sizes, but no color, has a loss of at least ln 6 for each picture."""
+    monkeypatch.chdir(tmp_path)
+    write_folder("qwen3_vl", tmp_path / "toy")
+    write_pictures(tmp_path, 600)
+    Path("samples.jsonl").rename("captions.jsonl")
+    Path("captions.yaml").write_text(block_of("guides/vision-language.md", "# captions.yaml"))
+    training = "training={steps: 140, sequence: 64, learning_rate: {peak: 0.01, schedule: linear}}"
+    adam = "optimizer={type: AdamW, betas: [0.9, 0.99], weight_decay: 0.0}"
+    changes = ("grid.pipe=1", "batch.microbatch=16", "precision=fp32", "checkpoint=false", "evaluate.every=140")
+    said = output_of("train", "captions.yaml", "model.folder=toy", training, adam, *changes)
+    (loss,) = validations(Path("runs", "captions"))
+    assert f"loss    {loss:.4f} nats per token on held-out samples" in said
+    _, unseen = ImageAnswers("captions.jsonl", "toy", 64).split(0.1)
+    numbers = [unseen[at] for at in range(len(unseen) // 16 * 16)]
+    pictures = sum(len(unseen.beside[number]) for number in numbers)
+    blind = pictures * math.log(6) / sum(int(unseen.rows[number].counts.sum()) for number in numbers)
+    assert loss < blind - 0.05
