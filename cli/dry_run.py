@@ -32,10 +32,7 @@ class JobSteps:
 
     def __init__(self, job: Job) -> None:
         if job.file.data.images:
-            raise ConfigError(
-                "data.images takes layers that depend on values, and --dry-run has none: train a few steps "
-                "(training.steps=3)"
-            )
+            raise ConfigError("data.images takes layers that need values: train a few steps, training.steps=3")
         self._job = job
 
     def __call__(self) -> None:

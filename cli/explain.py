@@ -107,10 +107,7 @@ def memory_of_job(job: Job) -> ModelMemory:
         ConfigError: there are none for the run's layers.
     """
     if job.file.data.images:
-        raise ConfigError(
-            "data.images takes the layers of transformers, whose memory is not known before they run: train a few "
-            "steps (training.steps=3), which print it"
-        )
+        raise ConfigError("data.images takes layers whose memory is not known: train a few steps, training.steps=3")
     section = job.options.optimizer
     states = optimizer_states(section.type, section.arguments)
     options = StateOptions.of(job.options, job.precision, states, job.file.optimizer.decays)

@@ -60,7 +60,6 @@ class Answers(NumberedSamples):
         length: the most tokens of a row. Longer rows are cut there, and a sample is dropped if the cut removes a whole
             answer. Rows of ``scored`` are not cut: a pair with a longer one is dropped.
         multiple: number that divides T, for axes that shard the sequence; it divides ``length``.
-        reader: reader of samples of another kind, such as those with images; None: of texts.
 
     Attributes:
         rows: the rows of all samples, one sample after the other.
@@ -82,12 +81,11 @@ class Answers(NumberedSamples):
         tokenizer: str | Path,
         length: int,
         multiple: int = 1,
-        reader: SampleReader | None = None,
     ) -> None:
         if form not in get_args(Form):
             raise ConfigError(f"form is {form!r}: {nearest(form, get_args(Form))}.")
         given = [paths] if isinstance(paths, (str, Path)) else [*paths]
-        reader = reader or SampleReader(form, tokenizer)
+        reader = self._reader(form, tokenizer)
         samples, places = list[tuple[Any, ...]](), list[str]()
         for source in find_sources(given)[0]:
             reader.folder = Path(source.name).parent
@@ -121,6 +119,10 @@ class Answers(NumberedSamples):
         longest = max(len(row.ids) for row in self.rows) - (not whole)
         self.length = min(-(-longest // multiple) * multiple, length)
         self.numbers = range(len(kept))
+
+    def _reader(self, form: Form, tokenizer: str | Path) -> SampleReader:
+        """Return the reader of the samples."""
+        return SampleReader(form, tokenizer)
 
     @property
     def checksum(self) -> str:

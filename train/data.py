@@ -109,9 +109,8 @@ def open_answers(
         try:
             if method.form == "prompts":
                 return Prompts(paths, tokenizer, sequence - (method.max_new_tokens or 0))
-            if data.images:
-                return ImageAnswers(paths, tokenizer, sequence)
-            return Answers(paths, method.form, tokenizer, sequence // unit * unit, unit)
+            kind = ImageAnswers if data.images else Answers
+            return kind(paths, method.form, tokenizer, sequence // unit * unit, unit)
         except ConfigError as error:
             raise ConfigError(f"data.{key}: {error}") from error
 

@@ -129,7 +129,7 @@ class Job:
     @property
     def layers(self) -> int:
         """Number of entries in the list of layers: embedding, positions of a GPT, blocks, norm, head."""
-        return layer_count(self.file.model, self.model)
+        return layer_count(self.file, self.model)
 
 
 def resolve(file: TrainingFile, processes: int | None = None, places: int | None = None) -> Job:
@@ -147,7 +147,7 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
     file = _pinned(file)
     configure = own_config if file.model.layers is not None else image_config if file.data.images else None
     model = model_config(file.model) if configure is None else configure(file)
-    layers = layer_count(file.model, model)
+    layers = layer_count(file, model)
     topology = _topology(file, processes, places)
     given = foreign_options(file)
     sequence = file.training.sequence or model.max_position_embeddings

@@ -19,6 +19,9 @@ from ..pipe.program.schedule import Schedule
 from ..pipe.program.slices import require_slices
 from .sections import ModelSection, TrainingFile
 
+# Fields of the language model of a model of images and text.
+_SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
 
 def model_config(section: ModelSection) -> TransformerConfig:
     """Return the model's configuration: a preset or a folder's, with the overrides.
@@ -44,10 +47,7 @@ def model_config(section: ModelSection) -> TransformerConfig:
             folder = local_folder(section.folder)
             read = read_config(folder)
             if "vision_config" in read:
-                raise ConfigError(
-                    "it is a model of images and text, which a training file trains with data.images: true and "
-                    "method: sft (docs/guides/vision-language.md)"
-                )
+                raise ConfigError("it takes images: a training file trains it with data.images: true and method: sft")
             found = from_hf(read, folder / "config.json")
         except (ValueError, OSError) as error:
             raise ConfigError(f"{where}: {error}") from error
@@ -91,21 +91,34 @@ def image_config(file: TrainingFile) -> TransformerConfig:
     """
     section = file.model
     if section.folder is None or file.method is None:
-        missing = "model.folder" if section.folder is None else "method"
-        raise ConfigError(
-            f"data.images trains a vision-language model on answers, but there is no {missing}: give model.folder, and "
-            "method: sft"
-        )
-    more = {"model.overrides": bool(section.overrides)}
-    _require_any_layers_do(file, "data.images takes the layers of transformers", more)
+        raise ConfigError("data.images needs the folder of a vision-language model, and a method: write method: sft")
+    overrides = {"model.overrides": bool(section.overrides)}
+    _require_any_layers_do(file, "data.images takes the layers of transformers", overrides)
     try:
-        from ..models.huggingface.image_config import ImageTextConfig  # needs torch
+        import PIL  # noqa: F401
 
-        return ImageTextConfig.of_folder(section.folder, section.has_weights)
+        text = hf_config(section).get_text_config()
+        layer_count(file, text)  # refuses models that hf_layers does not run
     except ImportError as error:
-        raise ConfigError(f"data.images needs transformers. Type {to_install('images')}") from error
+        raise ConfigError(f"data.images needs transformers and Pillow. Type {to_install('images')}") from error
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.folder {section.folder}: {error}") from error
+    return TransformerConfig(**{name: getattr(text, name) for name in _SIZES})
+
+
+def hf_config(section: ModelSection) -> Any:
+    """Return transformers' configuration of the folder of a model of images and text.
+
+    Raises:
+        ValueError: the folder has another model.
+    """
+    from transformers import AutoConfig
+
+    folder = local_folder(str(section.folder))
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not hasattr(config, "vision_config"):
+        raise ValueError(f"data.images is for models of images and text, and this is a {config.model_type}")
+    return config
 
 
 def _require_any_layers_do(file: TrainingFile, origin: str, more: Mapping[str, bool]) -> None:
@@ -142,9 +155,13 @@ def layers_function(section: ModelSection) -> Callable[..., Any]:
         raise ConfigError(f"model.layers: {error}") from error
 
 
-def layer_count(section: ModelSection, model: TransformerConfig) -> int:
+def layer_count(file: TrainingFile, model: TransformerConfig) -> int:
     """Return the number of entries in the list of layers."""
-    return model.layer_count if section.layers is None else len(layers_function(section)(model))
+    if file.data.images:
+        from ..models.huggingface.pipeline_layers import hf_layers  # needs torch
+
+        return len(hf_layers(hf_config(file.model)))
+    return model.layer_count if file.model.layers is None else len(layers_function(file.model)(model))
 
 
 def _with_overrides(section: ModelSection, found: TransformerConfig, where: str) -> TransformerConfig:
@@ -171,6 +188,8 @@ def _plain(model: TransformerConfig) -> dict[str, Any]:
 
 def needs_sequences(file: TrainingFile) -> str | None:
     """Return the reason why a run cannot cut its sequences into slices, whatever its model; None if it can."""
+    if file.data.images:
+        return "data.images has images, whose tokens belong to whole sequences"
     if file.method is not None and file.method.name != "sft":
         return f"method {file.method.name} has a loss of whole sequences"
     return None if file.compile is None else "compile would compile each layer again for each slice"

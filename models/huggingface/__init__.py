@@ -24,5 +24,4 @@ export.py: a checkpoint as a folder for ``from_pretrained``.
 vision_layers.py: layers of a vision tower, in front of a language model's.
 patch_layers.py: the same for images of any size: Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 pipeline_layers.py: ``hf_layers``, transformers' own blocks over pipeline stages.
-image_config.py: configuration of a folder's model of images and text, whose layers are those of ``hf_layers``.
 """

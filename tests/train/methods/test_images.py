@@ -88,7 +88,7 @@ def test_rows_of_images_equal_those_of_trls_collator(tmp_path: Path, kind: str, 
     """Prompts with completions; and conversations whose template marks the assistant's tokens."""
     write_folder(kind, tmp_path / "toy", marked)
     samples = write_pictures(tmp_path, 12, messages=marked)
-    data = ImageAnswers(tmp_path / "samples.jsonl", tmp_path / "toy", 64)
+    data = ImageAnswers(tmp_path / "samples.jsonl", "sft", tmp_path / "toy", 64)
     assert len(data) == 12 and data.left_out == 0
     for numbers in ([0, 1], [2, 4, 5], [5], [4, 10, 3]):
         mine = data.collate([data[number] for number in numbers])
@@ -212,8 +212,8 @@ def test_images_in_any_form_of_trls_columns_make_equal_rows(tmp_path: Path) -> N
         else:
             write_samples(tmp_path / f"{name}.jsonl", [form])
         file = tmp_path / f"{name}.{'parquet' if name == 'bytes' else 'jsonl'}"
-        found[name] = ImageAnswers(file, tmp_path / "toy", 64).collate([0])
-    plain = ImageAnswers(tmp_path / "samples.jsonl", tmp_path / "toy", 64).collate([0])
+        found[name] = ImageAnswers(file, "sft", tmp_path / "toy", 64).collate([0])
+    plain = ImageAnswers(tmp_path / "samples.jsonl", "sft", tmp_path / "toy", 64).collate([0])
     for name, wanted in (("image", plain), ("messages", plain), ("bytes", plain), ("turned", found["upright"])):
         assert found[name].keys() == wanted.keys()
         assert all(torch.equal(found[name][key], value) for key, value in wanted.items()), name
@@ -223,10 +223,10 @@ def test_images_in_any_form_of_trls_columns_make_equal_rows(tmp_path: Path) -> N
 def test_rows_of_images_that_are_too_long_are_left_out(tmp_path: Path) -> None:
     write_folder("qwen2_5_vl", tmp_path / "toy")
     samples = write_pictures(tmp_path, 12)
-    every = ImageAnswers(tmp_path / "samples.jsonl", tmp_path / "toy", 64)
+    every = ImageAnswers(tmp_path / "samples.jsonl", "sft", tmp_path / "toy", 64)
     lengths = [len(row.ids) for row in every.rows]
     most = sorted(lengths)[7]
-    data = ImageAnswers(tmp_path / "samples.jsonl", tmp_path / "toy", most)
+    data = ImageAnswers(tmp_path / "samples.jsonl", "sft", tmp_path / "toy", most)
     kept = [number for number, length in enumerate(lengths) if length <= most]
     assert (len(data), data.left_out, data.cut) == (len(kept), 12 - len(kept), 0) and data.length == most
     for place, number in enumerate(kept):
@@ -267,21 +267,24 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["data.training=more.jsonl"], "line 2: the messages have 1 parts of the type 'image', but there are 2 images"),
         (["data.training=none.jsonl"], "line 2: the messages have 1 parts of the type 'image', but there are 0 images"),
         (["data.training=text.jsonl"], "line 2: the sample is a text"),
-        (["data.training=long.jsonl"], "line 2: the image pictures/long.png has 1000 x 4 pixels"),
-        (["data.training=token.jsonl"], "line 2: the chat template makes a text with 2 tokens <|image_pad|>"),
+        (["data.training=long.jsonl"], "line 2: the image pictures/long.png is 1000 x 4"),
+        (["data.training=token.jsonl"], "line 2: the chat template makes 2 tokens <|image_pad|>"),
         (["training.sequence=8"], "there is no sample in samples.jsonl whose prompt is shorter than 8 tokens"),
-        (["data.images=false"], "which a training file trains with data.images: true"),
+        (["data.images=false"], "a training file trains it with data.images: true"),
         (["method=dpo"], "method works with triax's own models, and data.images takes the layers of transformers"),
         (["sample={prompt: it}"], "sample works with triax's own models"),
         (["evaluate.tasks=piqa"], "evaluate.tasks works with triax's own models"),
         (["grid.context=2"], "grid.context works with triax's own models"),
         (["grid.tensor=2", "grid.sequence_parallel=true"], "grid.sequence_parallel works with triax's own models"),
-        (["model={preset: bytes-tiny}"], "there is no model.folder: give model.folder"),
+        (["model={preset: bytes-tiny}"], "data.images needs the folder of a vision-language model"),
         (["model.weights=false", "model.overrides={hidden_size: 8}"], "model.overrides works with triax's own models"),
         (["tokenizer=bytes"], "tokenizer bytes has 256 tokens"),
         (["tokenizer=words"], "words has no processor of images that transformers can load"),
-        (["schedule={name: 1f1b, slices: 2}"], "has images, whose tokens belong to whole sequences"),
-        (["method=null"], "there is no method"),
+        (
+            ["schedule={name: 1f1b, slices: 2}"],
+            "schedule.slices: data.images has images, whose tokens belong to whole sequences",
+        ),
+        (["method=null"], "data.images needs the folder of a vision-language model, and a method"),
     ],
 )
 def test_runs_on_images_refuse_mistakes(
@@ -311,7 +314,7 @@ def test_the_guides_training_file_learns_what_pictures_show(tmp_path: Path, monk
     said = output_of("train", "captions.yaml", "model.folder=toy", training, adam, *changes)
     (loss,) = validations(Path("runs", "captions"))
     assert f"loss    {loss:.4f} nats per token on held-out samples" in said
-    _, unseen = ImageAnswers("captions.jsonl", "toy", 64).split(0.1)
+    _, unseen = ImageAnswers("captions.jsonl", "sft", "toy", 64).split(0.1)
     numbers = [unseen[at] for at in range(len(unseen) // 16 * 16)]
     pictures = sum(len(unseen.beside[number]) for number in numbers)
     blind = pictures * math.log(6) / sum(int(unseen.rows[number].counts.sum()) for number in numbers)
