@@ -76,13 +76,10 @@ class _ImageReader(SampleReader):
     def rows(self, samples: Sequence[tuple[Any, ...]], number: int) -> list[AnswerRow]:
         """Return the row of a sample, in which no token of an image counts."""
         prompt, answer, images = samples[number]
-        template = self._images
-        template.texts, template.count = [self._processor.text_of(image) for image in images], 0
+        self._images.texts, self._images.count = [self._processor.text_of(image) for image in images], 0
         (row,) = self._of_one(prompt, [answer])
-        if template.count != len(images):
-            raise BadDocument(
-                f"the chat template makes {template.count} tokens {template.token} of {len(images)} images"
-            )
+        if (count := self._images.count) != len(images):
+            raise BadDocument(f"the chat template makes {count} image tokens of {len(images)} images")
         row.counts[np.isin(row.ids, self._processor.tokens)] = 0
         return [row]
 
@@ -91,17 +88,16 @@ class _ImageTemplate(ChatTemplate):
     """Chat template whose image tokens become the texts of images.
 
     Attributes:
-        token: the image token.
         texts: the texts of the images of a sample, whose messages are then made into tokens.
         count: number of image tokens that the template has made of these messages.
     """
 
     def __init__(self, folder: str | Path, processor: ImageProcessor) -> None:
         super().__init__(folder, processor.tokenizer)
-        self.token, self.texts, self.count = processor.image_token, list[str](), 0
+        self._token, self.texts, self.count = processor.image_token, list[str](), 0
 
     def _expanded(self, text: str) -> str:
-        first, *rest = text.split(self.token)
+        first, *rest = text.split(self._token)
         self.count = max(self.count, len(rest))
         return first + "".join(image + part for image, part in zip(self.texts, rest))
 
