@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..base.errors import ConfigError
 from ..engine.pipeline_engine import PipelineEngine
 from ..grid import Grid
 from ..options.checkpoints import Checkpoints
@@ -24,9 +25,14 @@ class JobSteps:
 
     Args:
         job: the resolved file.
+
+    Raises:
+        ConfigError: the layers depend on values.
     """
 
     def __init__(self, job: Job) -> None:
+        if job.file.data.images:
+            raise ConfigError("data.images takes layers that need values: train a few steps, training.steps=3")
         self._job = job
 
     def __call__(self) -> None:

@@ -101,7 +101,13 @@ def layout_of_job(job: Job) -> ParallelLayout:
 
 
 def memory_of_job(job: Job) -> ModelMemory:
-    """Return the formulas for the memory of a run's model, with the options of its training."""
+    """Return the formulas for the memory of a run's model, with the options of its training.
+
+    Raises:
+        ConfigError: there are none for the run's layers.
+    """
+    if job.file.data.images:
+        raise ConfigError("data.images takes layers whose memory is not known: train a few steps, training.steps=3")
     section = job.options.optimizer
     states = optimizer_states(section.type, section.arguments)
     options = StateOptions.of(job.options, job.precision, states, job.file.optimizer.decays)

@@ -12,7 +12,9 @@ Tokens on disk (``triax data``):
 
 Prompts with and without answers, for post-training:
     answers.py: ``Answers``: data sets with TRL's columns, for ``sft``, pairs of answers, and answers with a label
-    held_out.py: ``NumberedSamples``: the part of both that is held out
+    image_answers.py: ``ImageAnswers``: conversations with images, for vision-language models
+    image_processor.py: the processor of a folder: the text of an image, and its pixels
+    held_out.py: ``NumberedSamples``: the part of all that is held out
     prompts.py: ``Prompts``: prompts whose answers are drawn, with columns for reward functions
 
 Loaders:

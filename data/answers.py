@@ -63,7 +63,9 @@ class Answers(NumberedSamples):
 
     Attributes:
         rows: the rows of all samples, one sample after the other.
+        beside: for each sample true or false of its answer, the margin of its pair, or its images.
         width: rows of a sample.
+        whole: True if rows are not cut: every token is an input. Else the last one is a label alone.
         cut, left_out: number of rows that were cut, and of samples that were left out.
         length: T, the number of tokens of each padded row.
         reference: log-probability of each sample's rows by the reference model, float64 (N, width); None: not known.
@@ -83,9 +85,10 @@ class Answers(NumberedSamples):
         if form not in get_args(Form):
             raise ConfigError(f"form is {form!r}: {nearest(form, get_args(Form))}.")
         given = [paths] if isinstance(paths, (str, Path)) else [*paths]
-        reader = _SampleReader(form, tokenizer)
+        reader = self._reader(form, tokenizer)
         samples, places = list[tuple[Any, ...]](), list[str]()
         for source in find_sources(given)[0]:
+            reader.folder = Path(source.name).parent
             for line, value in records(source):
                 places.append(f"{source.name}, {UNITS[source.format]} {line}")
                 with at_place(places[-1]):
@@ -96,7 +99,7 @@ class Answers(NumberedSamples):
         for number, place in enumerate(places):
             with at_place(place):
                 made.append(reader.rows(samples, number))
-        whole = form == "scored"  # every token of a row is an input; else the last one is a label alone
+        self.whole = whole = reader.whole
         self.cut = 0 if whole else sum(len(row.ids) > length + 1 for sample in made for row in sample)
         kept = [
             index
@@ -109,13 +112,17 @@ class Answers(NumberedSamples):
                 f"there is no sample in {', '.join(map(str, given))} whose prompt is shorter than {length} tokens"
             )
         self.rows = [AnswerRow(*(part[: length + 1] for part in row)) for index in kept for row in made[index]]
-        self._judged = [samples[index][-1] for index in kept]  # true or false of an answer, or the margin of a pair
-        if whole and len({judgment is None for judgment in self._judged}) > 1:
-            place = places[kept[[judgment is None for judgment in self._judged].index(True)]]
+        self.beside = [samples[index][-1] for index in kept]
+        if form == "scored" and len({judgment is None for judgment in self.beside}) > 1:
+            place = places[kept[[judgment is None for judgment in self.beside].index(True)]]
             raise ConfigError(f"{place}: there is no 'margin', but other pairs have one: give each pair one, or none.")
         longest = max(len(row.ids) for row in self.rows) - (not whole)
         self.length = min(-(-longest // multiple) * multiple, length)
         self.numbers = range(len(kept))
+
+    def _reader(self, form: Form, tokenizer: str | Path) -> SampleReader:
+        """Return the reader of the samples."""
+        return SampleReader(form, tokenizer)
 
     @property
     def checksum(self) -> str:
@@ -141,11 +148,11 @@ class Answers(NumberedSamples):
             return inputs, labels
         if self.form == "scored":
             ends: dict[str, Tensor] = {"lengths": torch.tensor([len(self.rows[row].ids) for row in places])}
-            margins = [self._judged[number] for number in numbers]
+            margins = [self.beside[number] for number in numbers]
             return inputs, ends if None in margins else ends | {"margin": torch.tensor(margins, dtype=torch.float64)}
         targets: dict[str, Tensor] = {"labels": labels} | self._reference(numbers, ranks)
         if self.form == "unpaired":
-            good = torch.tensor([bool(self._judged[number]) for number in numbers])
+            good = torch.tensor([bool(self.beside[number]) for number in numbers])
             targets |= {"desirable": good, "sample": torch.tensor(list(numbers))}
         return inputs, targets
 
@@ -170,10 +177,18 @@ class Answers(NumberedSamples):
         return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(labels[:, 1:].copy())
 
 
-class _SampleReader:
-    """Reader of samples of a form, and their rows."""
+class SampleReader:
+    """Reader of samples of a form, and their rows.
+
+    Attributes:
+        folder: folder of the file that is read.
+        whole: as for ``Answers``.
+    """
+
+    folder: Path
 
     def __init__(self, form: Form, tokenizer: str | Path) -> None:
+        self.whole = form == "scored"
         self._form, self._name = form, tokenizer
         self._text: TextTokenizer = open_tokenizer(tokenizer)
         self._chat: ChatTemplate | None = None

@@ -20,6 +20,7 @@ from .token_file import Array
 from .tokenizer import BYTES, load_transformers, within_limit
 
 T = TypeVar("T")
+Spans = list[tuple[int, int]]
 
 _SECONDS, _LONGEST = 20.0, 10**8  # of a conversation: time of the template, and characters of its text
 
@@ -29,17 +30,18 @@ class ChatTemplate:
 
     Args:
         folder: the tokenizer's folder, for transformers, or an id of the Hub.
+        tokenizer: the tokenizer, if it is loaded.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or cannot say which characters a token stands for.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, tokenizer: Any = None) -> None:
         if str(folder) == BYTES or not (path := local_folder(folder)).is_dir():
             raise ConfigError(
                 f"{folder} has no chat template. Give the folder, or the id on the Hub, of a tokenizer that has one."
             )
-        self._name, self._tokenizer = str(folder), load_transformers(path)
+        self._name, self._tokenizer = str(folder), load_transformers(path) if tokenizer is None else tokenizer
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 f"{folder} has no chat template. Add a file chat_template.jinja there, or give another tokenizer."
@@ -60,8 +62,7 @@ class ChatTemplate:
     def encode(self, messages: list[dict[str, Any]]) -> tuple[Array, Array] | BadDocument:
         """Return the tokens of a conversation, and for each 1 if it counts in the loss, else 0: integers (T,) each."""
         try:
-            encode = self._by_marks if self._marks else self._by_prompts
-            ids, counted = _within_limits(self._name, lambda: encode(messages))
+            ids, counted = _within_limits(self._name, lambda: self._counted(messages))
         except BadDocument as error:
             return error
         if not counted.any():
@@ -74,19 +75,33 @@ class ChatTemplate:
         Raises:
             BadDocument: the template refuses the messages.
         """
-        text = _within_limits(self._name, lambda: self._render(messages, prompt))
+        text = _within_limits(self._name, lambda: self._expanded(self._render(messages, prompt)))
         return [*self._tokenizer(text, add_special_tokens=False)["input_ids"]]
 
-    def _by_marks(self, messages: list[dict[str, Any]]) -> tuple[Array, Array]:
-        encoding = self._tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return np.asarray(encoding["input_ids"], np.int64), np.asarray(encoding["assistant_masks"], np.uint8)
-
-    def _by_prompts(self, messages: list[dict[str, Any]]) -> tuple[Array, Array]:
-        text = self._render(messages)
-        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    def _counted(self, messages: list[dict[str, Any]]) -> tuple[Array, Array]:
+        text, spans = self._by_marks(messages) if self._marks else self._by_prompts(messages)
+        encoding = self._tokenizer(self._expanded(text), add_special_tokens=False, return_offsets_mapping=True)
         ids = np.asarray(encoding["input_ids"], np.int64)
-        begins = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
+        begins, ends = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2).T
         counted = np.zeros(len(ids), np.uint8)
+        for span in spans:
+            start, stop = (len(self._expanded(text[:place])) for place in span)
+            # As transformers has it, marks count a token that begins before them, too.
+            counted[((ends > start) if self._marks else (begins >= start)) & (begins < stop)] = 1
+        return ids, counted
+
+    def _by_marks(self, messages: list[dict[str, Any]]) -> tuple[str, Spans]:
+        """Return the text of a conversation, and the assistant's spans of it: first character, and first behind it."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options = {"chat_template": self.text, "return_assistant_tokens_mask": True}
+        rendered: Any = render_jinja_template([messages], **options, **self._tokenizer.special_tokens_map)
+        (text,), (spans,) = rendered
+        return _short(text), spans
+
+    def _by_prompts(self, messages: list[dict[str, Any]]) -> tuple[str, Spans]:
+        """Return the same, of a template without marks."""
+        text, spans = self._render(messages), []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 before, after = self._render(messages[:number], prompt=True), self._render(messages[: number + 1])
@@ -95,8 +110,12 @@ class ChatTemplate:
                         f"the chat template changes message {number + 1} after later ones, so that its tokens are not "
                         "known; mark them in the template with {% generation %}"
                     )
-                counted[(begins >= len(before)) & (begins < len(after))] = 1
-        return ids, counted
+                spans.append((len(before), len(after)))
+        return text, spans
+
+    def _expanded(self, text: str) -> str:
+        """Return a text, or the beginning of one, as it is made into tokens."""
+        return text
 
     def _render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
         return str(_applied(self._tokenizer, messages, tokenize=False, add_generation_prompt=prompt))
@@ -118,8 +137,12 @@ def apply_template(tokenizer: Any, messages: Any, **options: Any) -> Any:
 
 
 def _applied(tokenizer: Any, messages: Any, **options: Any) -> Any:
-    """Return what the template makes, if it is not too long."""
-    applied = tokenizer.apply_chat_template(messages, **options)
+    """Return what the template makes."""
+    return _short(tokenizer.apply_chat_template(messages, **options))
+
+
+def _short(applied: Any) -> Any:
+    """Return what a template has made, if it is not too long."""
     if len(applied) > _LONGEST:
         what = "characters" if isinstance(applied, str) else "tokens"
         raise BadDocument(f"the chat template makes {len(applied)} {what}, of which {_LONGEST} are too many")

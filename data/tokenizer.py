@@ -133,7 +133,7 @@ def load_transformers(folder: Path) -> Any:
     try:
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except BaseException as error:  # transformers raises errors of any type
-        raise _unreadable(f"{folder} has no tokenizer that transformers can load", error) from error
+        raise unreadable(f"{folder} has no tokenizer that transformers can load", error) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is not None:
         within_limit(folder, lambda: backend.encode_batch([_PROBE]))
@@ -226,7 +226,7 @@ def _file(file: Path, name: str, end: Any) -> TextTokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except BaseException as error:  # tokenizers raises plain Exceptions
-        raise _unreadable(f"{file} is not a tokenizer of the package tokenizers", error) from error
+        raise unreadable(f"{file} is not a tokenizer of the package tokenizers", error) from error
     within_limit(file, lambda: tokenizer.encode_batch([_PROBE]))
     number = tokenizer.token_to_id(end) if isinstance(end, str) else None
     return _from_tokenizers(tokenizer, name, number)
@@ -261,7 +261,7 @@ def _import_tokenizers(name: str) -> Any:
     return tokenizers
 
 
-def _unreadable(what: str, error: BaseException) -> BaseException:
+def unreadable(what: str, error: BaseException) -> BaseException:
     """Return the error to raise for one of a foreign library: of any type, also a panic of Rust, but no interrupt."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         return error
@@ -292,7 +292,7 @@ def within_limit(
     thread.start()
     thread.join(seconds)
     if failed:
-        raise _unreadable(f"{name} fails on a text", failed[0])
+        raise unreadable(f"{name} fails on a text", failed[0])
     if not results:
         raise ConfigError(f"{name} needs more than {seconds:g} s for a line of text: {why}.")
     return results[0]

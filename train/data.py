@@ -9,6 +9,7 @@ from typing import Any
 from ..base.errors import ConfigError, CorruptError
 from ..base.hub import is_here
 from ..data.answers import Answers
+from ..data.image_answers import ImageAnswers
 from ..data.mixture import Rows
 from ..data.prompts import Prompts
 from ..data.token_data import TokenData
@@ -68,7 +69,7 @@ def described(data: TokenData | Answers | Prompts, seed: int) -> str:
         return f"{len(data):,} prompts{left}"
     if isinstance(data, Answers):
         cut = f", {data.cut:,} rows cut" if data.cut else ""
-        why = "too long" if data.form == "scored" else "without room for an answer"
+        why = "too long" if data.whole else "without room for an answer"
         left = f", {data.left_out:,} samples {why} left out" if data.left_out else ""
         return f"{len(data):,} samples, rows of {data.length:,} tokens{cut}{left}"
     rows = data.rows(seed)
@@ -109,7 +110,8 @@ def open_answers(
         try:
             if method.form == "prompts":
                 return Prompts(paths, tokenizer, sequence - (method.max_new_tokens or 0))
-            return Answers(paths, method.form, tokenizer, sequence // unit * unit, unit)
+            kind = ImageAnswers if data.images else Answers
+            return kind(paths, method.form, tokenizer, sequence // unit * unit, unit)
         except ConfigError as error:
             raise ConfigError(f"data.{key}: {error}") from error
 

@@ -27,7 +27,7 @@ from ..pipe.schedules.choose import require_schedule
 from .engine_options import engine_options, foreign_options, name_of
 from .learning_rate import LearningRate
 from .method_checks import Facts, require_method_fits
-from .model_choice import is_reward_model, layer_count, model_config, own_config, require_model_fits
+from .model_choice import image_config, is_reward_model, layer_count, model_config, own_config, require_model_fits
 from .sections import TrainingFile
 
 _MOST_OPS = 10**6  # passes of a step
@@ -129,7 +129,7 @@ class Job:
     @property
     def layers(self) -> int:
         """Number of entries in the list of layers: embedding, positions of a GPT, blocks, norm, head."""
-        return layer_count(self.file.model, self.model)
+        return layer_count(self.file, self.model)
 
 
 def resolve(file: TrainingFile, processes: int | None = None, places: int | None = None) -> Job:
@@ -145,8 +145,9 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
             and says what to change.
     """
     file = _pinned(file)
-    model = model_config(file.model) if file.model.layers is None else own_config(file)
-    layers = layer_count(file.model, model)
+    configure = own_config if file.model.layers is not None else image_config if file.data.images else None
+    model = model_config(file.model) if configure is None else configure(file)
+    layers = layer_count(file, model)
     topology = _topology(file, processes, places)
     given = foreign_options(file)
     sequence = file.training.sequence or model.max_position_embeddings

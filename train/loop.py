@@ -398,7 +398,8 @@ class TrainingRun:
         if text is not None:
             report.say(f"\n{text}\n")
         if job.export is not None and problem is None:
-            report.say(f"the model is in {job.export}: triax generate {job.export} --prompt ...")
+            command = "" if job.file.data.images else f": triax generate {job.export} --prompt ..."
+            report.say(f"the model is in {job.export}{command}")
         report.draw(job.schedule)
         if problem := problem or self.best_problem or unsaved:
             user_error(problem)

@@ -18,6 +18,7 @@ from ..engine.setup.measured_layers import measure_layers
 from ..grid import Grid
 from ..models.config import TransformerConfig
 from ..models.huggingface.load import load_hf
+from ..models.huggingface.pipeline_layers import CausalLMLoss, hf_layers
 from ..models.layers import NextTokenLoss
 from ..models.log_probs import LogProbsLoss
 from ..models.mtp import MTPLoss
@@ -33,7 +34,7 @@ from .methods.grpo import ADVANTAGES, OLD, TOKEN_REFERENCE, grpo_loss
 from .methods.kto import kto_loss
 from .methods.preferences import preference_loss
 from .methods.reward import reward_loss
-from .model_choice import layers_function, model_config
+from .model_choice import hf_config, layers_function, model_config
 from .sections import MethodSection, ModelSection
 
 _EMBEDDINGS = (VocabParallelEmbedding, PositionEmbedding, nn.Embedding)
@@ -49,7 +50,7 @@ def build_module(job: Job, grid: Grid) -> PipelineModule:
     has_head = is_reward_model and job.starts_with_score
     if has_head:
         layers = reward_layers(layers)
-    if job.file.model.has_weights:
+    if job.file.model.has_weights and not job.file.data.images:  # hf_layers has read them
         layers = load_hf(job.file.model.folder, layers)
     if is_reward_model and not has_head:
         layers = reward_layers(layers)
@@ -59,7 +60,7 @@ def build_module(job: Job, grid: Grid) -> PipelineModule:
     return PipelineModule(
         layers,
         grid=grid,
-        loss_fn=loss_for(job.model, grid, job.file.method),
+        loss_fn=_loss_of_job(job, grid),
         partition=cut,
         chunks=job.schedule.chunks,
         placement=list(job.schedule.placement),
@@ -93,8 +94,10 @@ def frozen_engine(job: Job, grid: Grid, folder: str | None) -> PipelineEngine:
 
 
 def layers_of_job(job: Job) -> list[Any]:
-    """Return the list of layers of a run's language model, with random weights."""
+    """Return the list of layers of a run's language model, with random weights; with images, of its whole model."""
     section = job.file.model
+    if job.file.data.images:
+        return hf_layers(section.folder if section.has_weights else hf_config(section))
     if section.layers is not None:
         return list(layers_function(section)(job.model))
     options = {"sequence_parallel": job.file.grid.sequence_parallel, "attention": section.attention}
@@ -136,6 +139,8 @@ def with_cut(job: Job, grid: Grid, training: TokenData | Answers | Prompts) -> J
     if isinstance(training, TokenData):
         rows = make_loader(training, batch.train, batch.micro, 0, grid.replicas, job.file.seed)
         microbatch = next(iter(rows))
+    elif job.file.data.images:
+        microbatch = training.collate(training.numbers[: batch.micro])
     else:  # no time depends on the values
         microbatch = blank_microbatch(job, job.sequence if isinstance(training, Prompts) else training.length)
     layers = layers_of_job(job)
@@ -145,7 +150,7 @@ def with_cut(job: Job, grid: Grid, training: TokenData | Answers | Prompts) -> J
         layers,
         microbatch,
         grid=grid,
-        loss_fn=loss_for(job.model, grid, job.file.method),
+        loss_fn=_loss_of_job(job, grid),
         options=job.options,
         dtype=_dtype(job),
         seed=job.file.seed,
@@ -158,6 +163,11 @@ def with_cut(job: Job, grid: Grid, training: TokenData | Answers | Prompts) -> J
 
 def _dtype(job: Job) -> torch.dtype:
     return torch.float64 if job.precision == "fp64" else torch.float32
+
+
+def _loss_of_job(job: Job, grid: Grid) -> Any:
+    """Return the loss of a run, of whose images the layers are transformers'."""
+    return CausalLMLoss(grid=grid) if job.file.data.images else loss_for(job.model, grid, job.file.method)
 
 
 def loss_for(model: TransformerConfig, grid: Grid, method: MethodSection | None = None) -> Any:

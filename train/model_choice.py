@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..base.errors import ConfigError, nearest, no_such
+from ..base.errors import ConfigError, nearest, no_such, to_install
 from ..base.hub import local_folder
 from ..base.named_function import named_function
 from ..base.option_error import OptionError
@@ -19,6 +19,9 @@ from ..pipe.partition import boundaries
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.slices import require_slices
 from .sections import ModelSection, TrainingFile
+
+# Fields of the language model of a model of images and text.
+_SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 def model_config(section: ModelSection) -> TransformerConfig:
@@ -43,7 +46,10 @@ def model_config(section: ModelSection) -> TransformerConfig:
         where = f"model.folder {section.folder}"
         try:
             folder = local_folder(section.folder)
-            found = from_hf(read_config(folder), folder / "config.json")
+            read = read_config(folder)
+            if "vision_config" in read:
+                raise ConfigError("it takes images: a training file trains it with data.images: true and method: sft")
+            found = from_hf(read, folder / "config.json")
         except (ValueError, OSError) as error:
             raise ConfigError(f"{where}: {error}") from error
     return _with_overrides(section, found, where)
@@ -67,10 +73,66 @@ def own_config(file: TrainingFile) -> TransformerConfig:
                 "triax.GPTConfig(...): give it one, or give model.preset"
             )
         found = argument.default
+    has_export = "export" in file.given and file.export is not None
+    more = {"export": has_export, "evaluate.best": file.evaluate.best}
+    _require_any_layers_do(file, "model.layers is a function", more)
+    if file.method is None and "document_mask" not in file.data.given:
+        raise ConfigError(
+            "data.document_mask is true, for which the first layer of model.layers gets a pair of tokens and document "
+            "numbers: write false, or true if your layers take the pair"
+        )
+    return _with_overrides(section, found, f"model.layers {section.layers}")
+
+
+def image_config(file: TrainingFile) -> TransformerConfig:
+    """Return the configuration of the model of a file with ``data.images``.
+
+    Raises:
+        ConfigError: the folder is of no such model, or the file asks for what its layers cannot do.
+    """
+    section = file.model
+    if section.folder is None or file.method is None:
+        raise ConfigError("data.images needs the folder of a vision-language model, and a method: write method: sft")
+    overrides = {"model.overrides": bool(section.overrides)}
+    _require_any_layers_do(file, "data.images takes the layers of transformers", overrides)
+    try:
+        import PIL  # noqa: F401
+
+        text = hf_config(section).get_text_config()
+        layer_count(file, text)  # refuses models that hf_layers does not run
+    except ImportError as error:
+        raise ConfigError(f"data.images needs transformers and Pillow. Type {to_install('images')}") from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model.folder {section.folder}: {error}") from error
+    return TransformerConfig(**{name: getattr(text, name) for name in _SIZES})
+
+
+def hf_config(section: ModelSection) -> Any:
+    """Return transformers' configuration of the folder of a model of images and text.
+
+    Raises:
+        ValueError: the folder has another model.
+    """
+    from transformers import AutoConfig
+
+    folder = local_folder(str(section.folder))
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not hasattr(config, "vision_config"):
+        raise ValueError(f"data.images is for models of images and text, and this is a {config.model_type}")
+    return config
+
+
+def _require_any_layers_do(file: TrainingFile, origin: str, more: Mapping[str, bool]) -> None:
+    """Check that a file with layers that are not triax's own does not ask for what they cannot do.
+
+    Args:
+        file: the training file.
+        origin: the layers' origin, in words.
+        more: further keys, and whether they are asked for.
+    """
     asked = {
-        "export": "export" in file.given and file.export is not None,
+        **more,
         "sample": file.sample is not None,
-        "evaluate.best": file.evaluate.best,
         "evaluate.tasks": bool(file.evaluate.tasks),
         "grid.sequence_parallel": file.grid.sequence_parallel,
         "grid.context": file.grid.context > 1,
@@ -78,13 +140,7 @@ def own_config(file: TrainingFile) -> TransformerConfig:
     }
     for key, is_asked in asked.items():
         if is_asked:
-            raise ConfigError(f"{key} works with triax's own models, and model.layers is a function: leave {key} out")
-    if file.method is None and "document_mask" not in file.data.given:
-        raise ConfigError(
-            "data.document_mask is true, for which the first layer of model.layers gets a pair of tokens and document "
-            "numbers: write false, or true if your layers take the pair"
-        )
-    return _with_overrides(section, found, f"model.layers {section.layers}")
+            raise ConfigError(f"{key} works with triax's own models, and {origin}: leave {key} out")
 
 
 def layers_function(section: ModelSection) -> Callable[..., Any]:
@@ -100,9 +156,13 @@ def layers_function(section: ModelSection) -> Callable[..., Any]:
         raise ConfigError(f"model.layers: {error}") from error
 
 
-def layer_count(section: ModelSection, model: TransformerConfig) -> int:
+def layer_count(file: TrainingFile, model: TransformerConfig) -> int:
     """Return the number of entries in the list of layers."""
-    return model.layer_count if section.layers is None else len(layers_function(section)(model))
+    if file.data.images:
+        from ..models.huggingface.pipeline_layers import hf_layers  # needs torch
+
+        return len(hf_layers(hf_config(file.model)))
+    return model.layer_count if file.model.layers is None else len(layers_function(file.model)(model))
 
 
 def _with_overrides(section: ModelSection, found: TransformerConfig, where: str) -> TransformerConfig:
@@ -129,6 +189,8 @@ def _plain(model: TransformerConfig) -> dict[str, Any]:
 
 def needs_sequences(file: TrainingFile) -> str | None:
     """Return the reason why a run cannot cut its sequences into slices, whatever its model; None if it can."""
+    if file.data.images:
+        return "data.images has images, whose tokens belong to whole sequences"
     if file.method is not None and file.method.name != "sft":
         return f"method {file.method.name} has a loss of whole sequences"
     return None if file.compile is None else "compile would compile each layer again for each slice"

@@ -45,7 +45,8 @@ def introduction(job: Job, data: str) -> Iterator[str]:
         data: what its data are.
     """
     yield f"data    {data}"
-    if (own := job.file.model.layers) is not None:
+    own = job.file.model.folder if job.file.data.images else job.file.model.layers
+    if own is not None:
         yield f"model   {job.layers} layers of {own}"
     else:
         size, model = f"{job.parameter_count / 1e6:.2f} M parameters", job.model

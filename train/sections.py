@@ -352,6 +352,11 @@ class DataSection(Keys):
         "cut: a document may continue in the next row; whole: rows are padded, and only documents longer than a row "
         "are cut; null: whole for chat, else cut.",
     )
+    images: bool = option(
+        False,
+        "The samples have images, in the column images or image; with method sft, and the folder of a vision-language "
+        "model: docs/guides/vision-language.md.",
+    )
     document_mask: bool = option(True, "Tokens attend within their document only.")
     shuffle: bool = option(True, "Shuffle documents and rows in each epoch; false: the folder's own order.")
     threads: int = option(1, "Threads that make batches ahead; 0: none.", least=0, most=THREADS)

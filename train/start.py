@@ -64,7 +64,7 @@ def make_job(file: TrainingFile, processes: int | None = None) -> Job:
             f"model.folder {section.folder} has no *.safetensors, so no weights: give a folder that has them, or "
             "model.weights=false to train its shape from random weights"
         )
-    if job.export is not None and not file.model.has_weights:
+    if job.export is not None and not file.model.has_weights and not file.data.images:
         try:
             to_hf(job.model)
         except ValueError as error:

@@ -31,6 +31,7 @@ _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),  # of images
 )
 
 

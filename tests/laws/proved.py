@@ -179,7 +179,7 @@ BESIDE = """| models | tests |
 | BERT, RoBERTa, ModernBERT, ViT, DINOv2, SigLIP's vision model | [test_encoders.py](../tests/models/test_encoders.py) |
 | T5, T5 v1.1, Flan-T5, mT5 | [test_t5.py](../tests/models/test_t5.py) |
 | Whisper | [test_whisper.py](../tests/models/test_whisper.py) |
-| LLaVA, Gemma 3, Idefics3, SmolVLM, Qwen2-VL, Qwen2.5-VL, Qwen3-VL, also with LoRA \
+| LLaVA, Gemma 3, Idefics3, SmolVLM, Qwen2-VL, Qwen2.5-VL, Qwen3-VL, also with LoRA, and from training files \
 ([Vision and language](guides/vision-language.md)) \
 | [test_vision_language.py](../tests/models/test_vision_language.py) |
 | diffusion transformers (DiT) | [test_dit.py](../tests/models/test_dit.py) |

@@ -35,6 +35,7 @@ EXTRAS = {
     "matplotlib",
     "tensorboard",
     "transformers",
+    "PIL",
     "accelerate",
     "deepspeed",
     "wandb",

@@ -24,6 +24,7 @@ Training on ranks
     compositions.py: a random composition of layers, grid and options
     generating_models.py: models that generate
     file_runs.py: runs of training files, and the numbers that they write
+    image_runs.py: vision-language folders with processors, pictures and their captions, for runs of training files
     method_steps.py, method_runs.py: steps of post-training methods beside a reference, runs of their training files
     sharding_plans.py, lora_runs.py, trainer_jobs.py: plans, adapters, the Trainer
 
