@@ -115,10 +115,17 @@ def hf_config(section: ModelSection) -> Any:
     """
     from transformers import AutoConfig
 
+    from ..models.huggingface.padded_layers import PADDED_FAMILIES  # needs torch
+
     folder = local_folder(str(section.folder))
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not hasattr(config, "vision_config"):
         raise ValueError(f"data.images is for models of images and text, and this is a {config.model_type}")
+    if config.model_type in PADDED_FAMILIES:
+        raise ValueError(
+            f"data.images does not make the rows of a {config.model_type}: train it with triax.Engine "
+            "(docs/guides/vision-language.md)"
+        )
     return config
 
 

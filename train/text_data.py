@@ -23,12 +23,12 @@ def with_tokens(file: TrainingFile) -> TrainingFile:
     """Return a training file whose text files and data sets of the Hub are folders of tokens, which are made if needed.
 
     A folder's name is a hash of the sources and of the tokenizer, so a later run of the same text finds its tokens.
-    Processes that ask at once wait for the first. With a method the rows are prompts and answers, and stay files.
+    Processes that ask at once wait for the first. Prompts and answers of a method stay files.
 
     Raises:
         ConfigError: there is no tokenizer, or the text cannot be tokenized.
     """
-    if file.method is not None:
+    if file.method is not None or file.data.images:
         return file
     changes = {}
     for key in ("training", "validation"):

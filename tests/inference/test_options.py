@@ -101,6 +101,39 @@ def test_beam_search_equals_that_of_transformers(options: dict[str, Any]) -> Non
     assert len(lengths) > 1 or "eos" not in options
 
 
+def markov_llama(table: list[list[float]]) -> Any:
+    """Return a Llama whose next token depends on the last one alone, with the given probabilities."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = len(table)
+    sizes = {"vocab_size": size, "hidden_size": size, "intermediate_size": size, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, rms_norm_eps=0.0)).double().eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        model.lm_head.weight.copy_(torch.tensor(table).log().T / math.sqrt(size))  # the norm multiplies by this root
+        for branch in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
+            branch.weight.zero_()
+    return model
+
+
+def test_beam_search_goes_on_while_a_longer_row_may_win() -> None:
+    """With a negative penalty the best score of a running row is that of its present length, as in transformers.
+
+    After two tokens there are two finished rows. Stopped there, the second result would be [1, 2, 4].
+    """
+    rare, eos = 0.005, 4
+    table = [[1 / 6] * 6, [rare, rare, 0.6, rare, 0.38, rare], [rare, rare, rare, 0.94, 0.04, rare]]
+    table += [[rare, rare, rare, rare, 0.975, rare], [1 / 6] * 6, [1 / 6] * 6]
+    options = {"num_beams": 2, "num_return_sequences": 2, "length_penalty": -2.0, "early_stopping": "never"}
+    model = markov_llama(table)
+    want = generated(model, [1], eos_token_id=eos, **options)
+    ours = init_inference(triax.PipelineModule(load_hf(model)), max_batch=2)
+    completions: Any = ours.generate([[1]], NEW, eos=[eos], logprobs=True, **options)
+    assert [got.tokens for got in completions] == [[1, 4], [1, 2, 3, 4]]
+    for got, tokens in zip(completions, want.sequences.tolist(), strict=True):
+        assert got.tokens == tokens[: len(got.tokens)] and {*tokens[len(got.tokens) :]} <= {0, eos}  # padding
+
+
 def test_min_p_keeps_the_tokens_that_transformers_keeps() -> None:
     from transformers import MinPLogitsWarper, TopPLogitsWarper
 

@@ -252,6 +252,8 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "token": {"completion": [{"role": "assistant", "content": "it is <|image_pad|>"}]},
     }
     processor_of("qwen2_5_vl").tokenizer.save_pretrained(root / "words")
+    (root / "smol").mkdir()
+    (root / "smol" / "config.json").write_text('{"model_type": "smolvlm"}')
     picture(1, 1, 1).resize((1000, 4)).save(root / "pictures" / "long.png")
     for name, change in wrong.items():
         write_samples(root / f"{name}.jsonl", [samples[0], samples[0] | change])
@@ -284,6 +286,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["schedule={name: 1f1b, slices: 2}"],
             "schedule.slices: data.images has images, whose tokens belong to whole sequences",
         ),
+        (["model.folder=smol"], "data.images does not make the rows of a smolvlm: train it with triax.Engine"),
         (["method=null"], "data.images needs the folder of a vision-language model, and a method"),
     ],
 )
