@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import Field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
 
 from .base import Options, declared, hints_of, is_required, sections_in
 
@@ -37,17 +39,38 @@ def rows(
             yield from rows(inner, f"{prefix}{each.name}.", whole)
 
 
+def type_in_words(hint: Any) -> str:
+    """Return an annotation as users read it.
+
+    >>> type_in_words(int | Literal["auto"] | None), type_in_words(tuple[str, ...])
+    ('int, "auto", none', 'list')
+    """
+    kind = get_origin(hint) or hint
+    if kind in (Union, types.UnionType):
+        return ", ".join(dict.fromkeys(filter(None, map(type_in_words, get_args(hint)))))
+    if kind is Literal:
+        return ", ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in get_args(hint))
+    if kind is Any or not isinstance(kind, type):
+        return ""
+    if issubclass(kind, Options):
+        return "section"
+    if kind is type(None):
+        return "none"
+    names = {str: "text", Path: "path", Mapping: "mapping", Callable: "function", Sequence: "list"}
+    return next((name for base, name in names.items() if issubclass(kind, base)), kind.__name__)
+
+
 def markdown(
     section: type[Options], whole: Collection[type[Options]] = (), written: Callable[[Any], str] = json.dumps
 ) -> str:
-    """Return a Markdown table of every option: key, default, meaning.
+    """Return a Markdown table of every option: key, type, default, meaning.
 
     Args:
         section: the section.
         whole: sections that are one row of the table.
         written: function that returns the text of a default; ``repr`` for Python.
     """
-    lines = ["| key | default | meaning |", "|---|---|---|"]
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for path, owner, found in rows(section, whole=whole):
         default = None if is_required(found) else owner.default_of(found.name)
         if isinstance(default, Options):  # a section: the value that may stand in its place
@@ -57,5 +80,6 @@ def markdown(
             shown = "required" if is_required(found) else f"`{written(default)}`"
         text = found.metadata["doc"].replace("|", "\\|")
         text = in_words_of_a_file(text) if written is json.dumps else text
-        lines.append(f"| `{path}` | {shown} | {text}{'' if text.endswith('.') else '.'} |")
+        kind = type_in_words(hints_of(owner)[found.name])
+        lines.append(f"| `{path}` | {kind} | {shown} | {text}{'' if text.endswith('.') else '.'} |")
     return "\n".join(lines)

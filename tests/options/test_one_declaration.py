@@ -37,8 +37,8 @@ Path("run.yaml").write_text("\\n".join(lines))
 read = lambda *changes: resolve(read_training_file("run.yaml", changes)[0]).options.shine
 assert read() == 4 and read("shine=6") == 6
 assert "did you mean 'shine'?" in refused(lambda: read("shien=6"))
-assert "| `shine` | `3` | Shine of the weights. |" in markdown(EngineOptions)
-assert "| `shine` | `3` | Shine of the weights. |" in CliRunner().invoke(app, ["train", "--table"]).stdout
+assert "| `shine` | int | `3` | Shine of the weights. |" in markdown(EngineOptions)
+assert "| `shine` | int | `3` | Shine of the weights. |" in CliRunner().invoke(app, ["train", "--table"]).stdout
 """
 
 
