@@ -94,7 +94,7 @@ class ChatTemplate:
         """Return the text of a conversation, and the assistant's spans of it: first character, and first behind it."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        options = {"chat_template": self.text, "return_assistant_tokens_mask": True}
+        options: dict[str, Any] = {"chat_template": self.text, "return_assistant_tokens_mask": True}
         rendered: Any = render_jinja_template([messages], **options, **self._tokenizer.special_tokens_map)
         (text,), (spans,) = rendered
         return _short(text), spans

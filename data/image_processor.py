@@ -59,7 +59,7 @@ def image_file(value: Any, folder: Path) -> ImageFile:
         BadDocument: it is something else, or no image.
     """
     path, content = (value.get("path"), value.get("bytes")) if isinstance(value, Mapping) else (value, None)
-    if not isinstance(path, str | None) or not isinstance(content, bytes | None) or path is content:
+    if not isinstance(path, str | None) or not isinstance(content, bytes | None) or (path, content) == (None, None):
         raise BadDocument(f"an image is {describe(value)}, but a path or {{bytes, path}} is needed")
     file = ImageFile(str(folder / path) if path and content is None else path or "in the data", content)
     height, width = file.read(_size)
@@ -143,7 +143,7 @@ class ImageProcessor:
 def _without_videos(kind: Any) -> Any:
     """Return a class of transformers' processors whose part for videos may be None."""
 
-    class WithoutVideos(kind):  # type: ignore[misc]
+    class WithoutVideos(kind):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
 

@@ -279,7 +279,7 @@ EXAMPLES = read_table(command_line_file, "examples.toml")
 
 def commands() -> str:
     """Return the entries of all commands as Markdown: what each is for, then its options, in the order of the help."""
-    typed = typer.main.get_command(command_line)
+    typed: Any = typer.main.get_command(command_line)
     lines: list[str] = []
     for title, names in GROUPS.items():
         lines += [f"## {title}", "", "| command | |", "|---|---|"]

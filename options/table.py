@@ -56,7 +56,7 @@ def type_in_words(hint: Any) -> str:
         return "section"
     if kind is type(None):
         return "none"
-    names = {str: "text", Path: "path", Mapping: "mapping", Callable: "function", Sequence: "list"}
+    names: dict[Any, str] = {str: "text", Path: "path", Mapping: "mapping", Callable: "function", Sequence: "list"}
     return next((name for base, name in names.items() if issubclass(kind, base)), kind.__name__)
 
 

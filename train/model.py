@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..data.answers import Answers
 from ..data.dataloader import make_loader
+from ..data.image_answers import ImageAnswers
 from ..data.prompts import Prompts
 from ..data.token_data import TokenData
 from ..engine.pipeline_engine import PipelineEngine
@@ -139,7 +140,7 @@ def with_cut(job: Job, grid: Grid, training: TokenData | Answers | Prompts) -> J
     if isinstance(training, TokenData):
         rows = make_loader(training, batch.train, batch.micro, 0, grid.replicas, job.file.seed)
         microbatch = next(iter(rows))
-    elif job.file.data.images:
+    elif isinstance(training, ImageAnswers):
         microbatch = training.collate(training.numbers[: batch.micro])
     else:  # no time depends on the values
         microbatch = blank_microbatch(job, job.sequence if isinstance(training, Prompts) else training.length)

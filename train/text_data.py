@@ -30,7 +30,7 @@ def with_tokens(file: TrainingFile) -> TrainingFile:
     """
     if file.method is not None or file.data.images:
         return file
-    changes = {}
+    changes: dict[str, Any] = {}
     for key in ("training", "validation"):
         given = getattr(file.data, key)
         try:

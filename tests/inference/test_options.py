@@ -106,7 +106,12 @@ def markov_llama(table: list[list[float]]) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     size = len(table)
-    sizes = {"vocab_size": size, "hidden_size": size, "intermediate_size": size, "num_attention_heads": 1}
+    sizes: dict[str, Any] = {
+        "vocab_size": size,
+        "hidden_size": size,
+        "intermediate_size": size,
+        "num_attention_heads": 1,
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, rms_norm_eps=0.0)).double().eval()
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.eye(size))
@@ -124,7 +129,8 @@ def test_beam_search_goes_on_while_a_longer_row_may_win() -> None:
     rare, eos = 0.005, 4
     table = [[1 / 6] * 6, [rare, rare, 0.6, rare, 0.38, rare], [rare, rare, rare, 0.94, 0.04, rare]]
     table += [[rare, rare, rare, rare, 0.975, rare], [1 / 6] * 6, [1 / 6] * 6]
-    options = {"num_beams": 2, "num_return_sequences": 2, "length_penalty": -2.0, "early_stopping": "never"}
+    options: dict[str, Any] = {"num_beams": 2, "num_return_sequences": 2, "length_penalty": -2.0}
+    options |= {"early_stopping": "never"}
     model = markov_llama(table)
     want = generated(model, [1], eos_token_id=eos, **options)
     ours = init_inference(triax.PipelineModule(load_hf(model)), max_batch=2)

@@ -27,7 +27,7 @@ BUDGET = {
     "compat": 7072,
     "zero": 5870,
     "grid": 4839,
-    "train": 4453,
+    "train": 4454,
     "cli": 3612,
     "data": 2471,
     "checkpoint": 2238,

@@ -105,7 +105,8 @@ def test_rows_of_images_equal_those_of_trls_collator(tmp_path: Path, kind: str, 
 
 def reference(kind: str, root: Path, samples: list[dict[str, Any]], steps: int) -> tuple[list[float], Any]:
     """Train transformers' model by SGD in float64 on TRL's microbatches; return losses, and the first gradients."""
-    model, losses, gradients = make(kind), [], {}
+    model, losses = make(kind), list[float]()
+    gradients: Any = {}
     for numbers in batches_of(samples)[:steps]:
         given = as_trl(kind, root, [samples[number] for number in numbers])
         labels = given.pop("labels")
