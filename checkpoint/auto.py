@@ -151,7 +151,7 @@ class AutoSaver:
         tag = f"global_step{step}"
         problem = self._save(tag, self._remove_old)
         if leave:
-            problem = self._wait() or problem
+            self._wait()  # the thread that writes in the background has logged its failure
         report_failure(self._folder, tag, problem, self._stop and not leave)
         if leave:
             if self._grid.rank == 0:

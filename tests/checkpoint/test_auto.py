@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from triax.checkpoint.format.folder import tags
 from triax.testing.pool import RankFailure
 
 from support.checkpoint_jobs import Cell, Job, losses, make, tensors
+from support.failing_disk import disturbed
 from support.module_training import MICRO, microbatch, net
 from support.module_training import config as module_config
 from support.module_training import groups as module_groups
@@ -195,6 +197,26 @@ def train_until_sigterm(folder: str, pids: str) -> tuple[int, int]:
 def test_sigterm_saves_a_checkpoint_and_exits_with_143(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, train_until_sigterm, str(tmp_path), "", timeout=60) == [(4, 143)] * 2
     assert tags(tmp_path) == ["global_step4"] and (tmp_path / "latest").read_text() == "global_step4"
+
+
+def test_a_background_save_that_fails_behind_sigterm_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process ends nevertheless, with the code of the signal; the disk is full when the tensors are written."""
+    engine = make(Cell(), Job(optimizer="SGD"), checkpoint={"dir": str(tmp_path), "every": 1000, "async": True})
+    engine.train_batch()
+
+    def no_room() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        with disturbed(8, no_room), pytest.raises(SystemExit) as end:
+            engine.train_batch()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert end.value.code == 143 and tags(tmp_path) == []
+    assert caplog.text.count("the checkpoint 'global_step2' was not written, because") == 1
 
 
 def test_resuming_skips_damaged_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
