@@ -150,7 +150,9 @@ def draw(found: dict[str, dict[int, float]], path: str) -> None:
     """Draw each row as a line; a gray line is linear growth."""
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     for number, (name, times) in enumerate(found.items()):
-        axes.loglog([*times], [*times.values()], marker="osD^v"[number % 5], label=f"{name}: {growth(times):.2f}")
+        color = "black" if number == 10 else f"C{number}"  # C10 is C0 again
+        label = f"{name}: {growth(times):.2f}"
+        axes.loglog([*times], [*times.values()], color=color, marker="osD^v"[number % 5], label=label)
     axes.loglog([64, 4096], [0.02, 1.28], color="gray", linestyle="--", label="linear: 1")
     axes.set(xlabel="layers, microbatches, ranks or tensors", ylabel="seconds of CPU")
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -208,6 +208,7 @@ def pictures() -> list[Any]:
 
 # Pictures that another program writes, and its command: one is measured, one drawn by a model that trains for minutes.
 WRITTEN = {"timeline.png": "python benchmarks/timeline.py", "digits.png": "torchrun --nproc-per-node 4 digits.py 2 600"}
+WRITTEN["growth.png"] = "python benchmarks/growth.py --plot docs/growth.png"
 
 
 @pytest.mark.parametrize(("page", "picture", "typed"), pictures())
