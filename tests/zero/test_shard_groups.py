@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import triax
 from triax import Grid
 from triax.zero import ShardedOptimizer, gathered
+from triax.zero.flat import shards_of
 from triax.zero.shard_groups import shard_group
 
 from support.five_axes import Cell, Job, Place, differences, run
@@ -25,6 +27,21 @@ def require_equal(ranks: Any, cells: list[Cell]) -> None:
     everyone = zip(*ranks(cells[0][1].ranks, run, cells, timeout=240), strict=True)
     lines = [f"{cell[1]}: {line}" for cell, one in zip(cells, everyone, strict=True) for line in differences(one, cell)]
     assert not lines, "\n".join(lines[:20])
+
+
+def test_copies_of_an_expert_shard_it_within_one_group() -> None:
+    """Replica r has copy r // expert of the experts r % expert. The largest equal parts that cross no group's end."""
+    for replicas in range(1, 49):
+        divisors = [number for number in range(1, replicas + 1) if replicas % number == 0]
+        for size, expert in itertools.product(divisors, divisors):
+            copies = [replica // size for replica in range(0, replicas, expert)]  # the groups of an expert's copies
+            fitting = [
+                number
+                for number in range(1, len(copies) + 1)
+                if len(copies) % number == 0
+                and all(len({*copies[at : at + number]}) == 1 for at in range(0, len(copies), number))
+            ]
+            assert shards_of(len(copies), size, expert) == max(fitting), (replicas, size, expert)
 
 
 @pytest.mark.parametrize(
