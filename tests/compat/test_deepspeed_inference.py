@@ -24,6 +24,7 @@ from triax.compat.deepspeed.section_classes import (
 from triax.inference.int8 import weight_bytes
 from triax.models.gpt import GPTConfig, gpt_layers
 
+from support.reference import gpt_logits
 from support.varied_llama import varied_llama
 
 GPT = GPTConfig(vocab_size=53, max_position_embeddings=32, hidden_size=24, num_hidden_layers=2, num_attention_heads=4)
@@ -90,16 +91,29 @@ def test_inference_on_two_tensor_ranks_equals_one_process(ranks: Any) -> None:
     assert wanted["loss"] != wanted["int8"] == pytest.approx(wanted["loss"], rel=0.2)
 
 
-def test_inference_of_a_pipeline_module_generates_as_triax() -> None:
+def test_inference_of_a_pipeline_module_equals_plain_gpt() -> None:
+    """Logits, and three greedy tokens for each prompt, are those of GPT's forward pass in plain PyTorch."""
     module = triax.PipelineModule(gpt_layers(GPT), dtype=torch.float64)
+    weights = {name: parameter.detach() for name, parameter in module.named_parameters()}
     engine = deepspeed.init_inference(module, max_tokens=12)
-    assert engine(IDS).shape == (2, 4, 53) and engine.engine.max_length == 12
-    assert engine.generate(IDS.tolist(), 3, temperature=0) == triax.init_inference(module).generate(
-        IDS.tolist(), 3, temperature=0
-    )
+    assert engine.engine.max_length == 12
+    wanted = gpt_logits(weights, IDS, GPT.num_hidden_layers, GPT.num_attention_heads)
+    torch.testing.assert_close(engine(IDS), wanted, rtol=0, atol=1e-10)
+    ids = IDS
+    for _ in range(3):
+        logits = gpt_logits(weights, ids, GPT.num_hidden_layers, GPT.num_attention_heads)
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+    assert engine.generate(IDS.tolist(), 3, temperature=0) == ids.tolist()
+
+
+def test_int8_inference_of_a_pipeline_module_holds_fewer_bytes() -> None:
+    """With asymmetric quantization, each quantized weight has zero points."""
+    module = triax.PipelineModule(gpt_layers(GPT), dtype=torch.float64)
     before = weight_bytes(module)
     deepspeed.init_inference(module, dtype=torch.int8, quant={"weight": {"q_groups": 3, "q_type": "asymmetric"}})
-    assert weight_bytes(module) < before and any(name.endswith("weight_zero") for name, _ in module.named_buffers())
+    quantized = [name for name, buffer in module.named_buffers() if buffer.dtype == torch.int8]
+    zero_points = [name for name, _ in module.named_buffers() if name.endswith("weight_zero")]
+    assert weight_bytes(module) < before and len(zero_points) == len(quantized) > 0
 
 
 def test_the_inference_engine_has_deepspeeds_attributes() -> None:

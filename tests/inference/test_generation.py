@@ -151,26 +151,38 @@ def test_the_seed_sets_the_tokens_and_eos_ends_them() -> None:
     assert engine.generate([], 3) == []
 
 
+def caches(module: PipelineModule) -> list[Any]:
+    """Return the KV cache that each attention or position layer has, or None."""
+    return [layer.cache for layer in module.modules() if hasattr(layer, "cache")]
+
+
 def test_generation_leaves_modes_and_hooks_unchanged() -> None:
+    """A module in training mode, with one layer in evaluation mode, is as before, and can be trained."""
     module = model(GPT).train()
-    module.layers["3"].eval()  # frozen, say
-    before = {name: m.training for name, m in module.named_modules()}
-    engine = init_inference(module)
-    engine.generate(PROMPTS, 3)
-    assert {name: m.training for name, m in module.named_modules()} == before
-    assert module.run_hook is None and all(getattr(m, "cache", None) is None for m in module.modules())
-    loss = GPTLoss(module.grid, GPT.vocab_size)(module(torch.ones(2, 5, dtype=torch.long)), torch.ones(2, 5).long())[0]
-    loss.backward()
+    module.layers["3"].eval()
+    before = {name: layer.training for name, layer in module.named_modules()}
+    init_inference(module).generate(PROMPTS, 3)
+    assert {name: layer.training for name, layer in module.named_modules()} == before
+    assert module.run_hook is None
+    assert caches(module) == [None] * (1 + GPT.num_hidden_layers)  # the positions, and each block's attention
+    ids = torch.ones(2, 5, dtype=torch.long)
+    GPTLoss(module.grid, GPT.vocab_size)(module(ids), ids)[0].backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
-    # A reader that leaves early leaves it so too, and its own code ran with gradients on.
+
+
+def test_a_stream_that_is_left_early_restores_the_module() -> None:
+    """The body of the loop over the tokens runs with gradients on; the engine can be used again afterwards."""
+    module = model(GPT).train()
+    engine = init_inference(module)
     for token in engine.stream(PROMPTS, LIMITS):
         assert torch.is_grad_enabled()
         if token.position > 6:
+            assert any(cache is not None for cache in caches(module)) and not module.training
             break
     del token
-    assert all(getattr(m, "cache", None) is None for m in module.modules()) and module.training
-    greedy = engine.generate(PROMPTS, LIMITS, temperature=0)
-    assert greedy == init_inference(module).generate(PROMPTS, LIMITS, temperature=0)
+    assert caches(module) == [None] * (1 + GPT.num_hidden_layers) and module.training
+    again = engine.generate(PROMPTS, LIMITS, temperature=0)
+    assert again == init_inference(model(GPT)).generate(PROMPTS, LIMITS, temperature=0)
 
 
 def trained(sizes: tuple[int, int, int], zero: int) -> dict[str, Any]:

@@ -249,15 +249,26 @@ def test_num_return_sequences_gives_different_samples() -> None:
 
 
 def test_text_prompts_give_the_decoded_tokens() -> None:
-    ours = engine(tokenizer=BYTES)
-    texts, ids = ["\x05\x06\x07", "\x01"], [[5, 6, 7], [1]]
-    found = ours.generate(texts, NEW, temperature=0)
-    assert found == [bytes(each).decode() for each in ours.generate(ids, NEW, temperature=0)]
-    end = ours.generate(ids, NEW, temperature=0)[0][8]
-    (cut,) = ours.generate(texts[:1], NEW, temperature=0, eos=end)
-    assert found[0].startswith(cut) and chr(end) not in cut[3:]
-    done = ours.generate(texts, NEW, num_beams=2, logprobs=True)
-    assert [each.text for each in done] == [bytes(each.tokens).decode() for each in done]
+    """The tokenizer's tokens are bytes. The text is that of transformers' ids, and begins with the prompt."""
+    ids, texts = [[5, 6, 7], [1]], ["\x05\x06\x07", "\x01"]
+    wanted = [generated(varied_llama(), prompt).sequences[0].tolist() for prompt in ids]
+    found = engine(tokenizer=BYTES).generate(texts, NEW, temperature=0)
+    assert found == [bytes(each).decode() for each in wanted]
+
+
+def test_the_text_of_a_prompt_ends_before_an_eos_token() -> None:
+    prompt = [5, 6, 7]
+    new = generated(varied_llama(), prompt).sequences[0].tolist()[len(prompt) :]
+    eos = new[5]
+    (found,) = engine(tokenizer=BYTES).generate([bytes(prompt).decode()], NEW, temperature=0, eos=eos)
+    assert found == bytes(prompt + new[: new.index(eos)]).decode()
+
+
+def test_beam_search_of_text_prompts_gives_decoded_tokens() -> None:
+    found = engine(tokenizer=BYTES).generate(["\x05\x06\x07", "\x01"], NEW, num_beams=2, logprobs=True)
+    wanted = [generated(varied_llama(), prompt, num_beams=2).sequences[0].tolist() for prompt in ([5, 6, 7], [1])]
+    assert [each.tokens for each in found] == wanted
+    assert [each.text for each in found] == [bytes(each).decode() for each in wanted]
 
 
 def test_stop_strings_end_at_whole_utf8_characters() -> None:

@@ -282,34 +282,71 @@ def test_options_of_auto_reach_the_search_of_offload(monkeypatch: pytest.MonkeyP
     assert run.exit_code == 0 and "in host memory" in run.output and "above the lower bound" in run.output
 
 
+def makespan_of(schedule: Schedule) -> float:
+    """Return the end of the last op of stages on as many ranks; B takes 2, F and C take 1, a message takes no time."""
+    ends: dict[tuple[str, int, int], float] = {}
+    queues, now = [list(order) for order in schedule.orders], [0.0] * schedule.pipe
+    while any(queues):
+        for rank, queue in enumerate(queues):
+            while queue:
+                op = queue[0]
+                before = {"F": op.stage - 1, "B": op.stage + 1}.get(op.kind, -1)
+                needed = (op.kind, before, op.microbatch)
+                if 0 <= before < schedule.pipe and needed not in ends:
+                    break
+                now[rank] = max(now[rank], ends.get(needed, 0.0)) + (2 if op.kind == "B" else 1)
+                ends[op.kind, op.stage, op.microbatch] = now[rank]
+                del queue[0]
+    return max(now)
+
+
 def test_recompute_pass_lowers_each_peak_to_one_microbatch() -> None:
-    """C takes as long as F; where a rank waits for a gradient it costs nothing."""
-    plain = make_schedule("1f1b", 4, 8)
-    whole = recompute_pass(plain)
-    result = simulate(whole)
-    verify(whole, 1)
-    assert result.peak_activations == (1.0,) * 4
-    # Recomputation within each backward, as by an option of the model, makes B = F + I + W.
-    within = simulate(plain, Costs(1, 2, 1)).makespan
-    assert within == (8 + 3) * 4 and simulate(plain).makespan == (8 + 3) * 3
-    assert result.makespan == replayed(whole, Costs())[0] == 39
-    assert not any(op.kind == "C" for op in whole.orders[3])  # its peak is 1 in any case
-    gpipe = recompute_pass(make_schedule("gpipe", 4, 8))
-    assert simulate(gpipe).makespan == (8 + 3) + 8 * 3 + 3 * 2 and simulate(gpipe).peak_activations == (1.0,) * 4
-    text, path = drawn(simulate(whole).timeline).plain, CriticalPath(whole)
-    assert "C0" in text and Op("C", 0, 1) in [cause.op for cause in path.causes(Op("B", 0, 1))]
-    assert "when rank 0 has ended 0F4" in path.explain(Op("C", 0, 1))
-    assert sum(span.end - span.start for span in path.path) == pytest.approx(path.timeline.makespan)
-    one = Schedule("one", 1, 1, 1, (0,), (ops("0F0 0C0 0B0"),))
-    verify(one)
-    for orders, words in (
+    for name in ("1f1b", "gpipe"):
+        recomputed = recompute_pass(make_schedule(name, pipe=4, microbatches=8))
+        verify(recomputed, memory=1)
+        assert simulate(recomputed).peak_activations == (1.0,) * 4
+    assert not any(op.kind == "C" for op in recompute_pass(make_schedule("1f1b", 4, 8)).orders[3])  # its peak was 1
+
+
+def test_recompute_ops_take_no_time_where_a_rank_waits() -> None:
+    """An op C takes as long as F, and runs while its rank waits for a gradient; within each backward it adds 1 to B."""
+    stages, microbatches = 4, 8
+    plain = make_schedule("1f1b", stages, microbatches)
+    without = (microbatches + stages - 1) * (1 + 2)  # of 1F1B: (m + p - 1) (F + B)
+    within_backward = (microbatches + stages - 1) * (1 + 3)
+    assert (makespan_of(plain), simulate(plain).makespan) == (without, without)
+    assert simulate(plain, Costs(F=1, I=2, W=1)).makespan == within_backward  # B = I + W
+    recomputed = recompute_pass(plain)
+    assert without < simulate(recomputed).makespan == makespan_of(recomputed) == 39 < within_backward
+    # GPipe: all forwards, then on the last rank C and B of each microbatch, then the last B on the other ranks.
+    gpipe = recompute_pass(make_schedule("gpipe", stages, microbatches))
+    wanted = (microbatches + stages - 1) + microbatches * (1 + 2) + (stages - 1) * 2
+    assert simulate(gpipe).makespan == makespan_of(gpipe) == wanted
+
+
+def test_drawings_and_critical_paths_show_recompute_ops() -> None:
+    recomputed = recompute_pass(make_schedule("1f1b", pipe=4, microbatches=8))
+    assert "C0" in drawn(simulate(recomputed).timeline).plain
+    path, again = CriticalPath(recomputed), Op("C", 0, 1)
+    assert again in [cause.op for cause in path.causes(Op("B", 0, 1))]
+    assert "when rank 0 has ended 0F4" in path.explain(again)
+    assert sum(span.end - span.start for span in path.path) == pytest.approx(makespan_of(recomputed))
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
         ("0F0 0C0 0C0 0B0", "runs 0C0 more than once"),
         ("0C0 0F0 0B0", "0C0 runs before 0F0"),
         ("0F0 0B0 0C0", "the backward of stage 0 on microbatch 0 is already there"),
         ("0F0 0O0 0C0 0R0 0B0", "are offloaded"),
         ("0F0 0C0 0O0 0R0 0B0", "are recomputed"),
-    ):
-        assert words in error_text(lambda: verify(replace(one, orders=(ops(orders),))))  # noqa: B023
+    ],
+)
+def test_verify_refuses_recompute_ops_at_wrong_places(order: str, message: str) -> None:
+    one_rank = Schedule("one", 1, 1, 1, (0,), (ops("0F0 0C0 0B0"),))
+    verify(one_rank)
+    assert message in error_text(lambda: verify(replace(one_rank, orders=(ops(order),))))
 
 
 @pytest.mark.parametrize("memory", [1, pytest.param(1.5, marks=pytest.mark.exhaustive)])

@@ -43,8 +43,8 @@ def test_balanced_is_optimal_and_leaves_no_stage_empty(data: st.DataObject) -> N
 
 
 def test_balanced_spreads_layers_evenly_below_the_maximum() -> None:
-    # A greedy filling under the optimal cap of 8 would give 8, 8, 8, 6.
-    assert loads([1.0] * 30, balanced([1.0] * 30, 4)).count(7.0) == 2
+    """30 equal layers on 4 stages: the maximum is 8 at best. Stages filled up to 8 one by one would have 8, 8, 8, 6."""
+    assert sorted(loads([1.0] * 30, balanced([1.0] * 30, 4))) == [7, 7, 8, 8]
 
 
 def test_500_layers_are_balanced_over_64_stages() -> None:
