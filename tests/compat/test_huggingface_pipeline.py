@@ -41,7 +41,7 @@ def two_by_two(stage: int, **sections: Any) -> dict[str, Any]:
     return {"grid": {"pipe": 2, "data": 2}, "triax": {"zero_optimization": {"stage": stage}, **sections}}
 
 
-SHORT = {"max_steps": 6, "eval_steps": 3, "save_steps": 3}  # with the short step at the end of an epoch
+SHORT: dict[str, Any] = {"max_steps": 6, "eval_steps": 3, "save_steps": 3}  # with the short step at the end of an epoch
 
 
 def test_two_stages_and_a_resume_on_one_train_as_transformers(ranks: Any, tmp_path: Path) -> None:
