@@ -41,7 +41,7 @@ def two_by_two(stage: int, **sections: Any) -> dict[str, Any]:
     return {"grid": {"pipe": 2, "data": 2}, "triax": {"zero_optimization": {"stage": stage}, **sections}}
 
 
-SHORT = {"max_steps": 6, "eval_steps": 3, "save_steps": 3}  # with the short step at the end of an epoch
+SHORT: dict[str, Any] = {"max_steps": 6, "eval_steps": 3, "save_steps": 3}  # with the short step at the end of an epoch
 
 
 def test_two_stages_and_a_resume_on_one_train_as_transformers(ranks: Any, tmp_path: Path) -> None:
@@ -120,26 +120,41 @@ def test_two_stages_of_other_families_train_as_transformers(ranks: Any, tmp_path
         near(found, wanted, 6)
 
 
-def others(out: str, stage: int) -> dict[str, Any]:
-    """Evaluation first, a model that is made by ``train``, the best checkpoint at the end, and narrow weights."""
+def bf16_run(out: str, stage: int) -> dict[str, Any]:
+    """Evaluate and save a model; train another one, which ``model_init`` makes, to step 6, and evaluate the best.
+
+    The best checkpoint is the one with the larger loss (``greater_is_better``), so that it is not the last one.
+    """
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     common: dict[str, Any] = {**SHORT, **best, "bf16": True}
     trainer = trainer_of(out, 2, two_by_two(stage), **common)
-    first = trainer.evaluate()["eval_loss"]
+    before = trainer.evaluate()["eval_loss"]
     trainer.save_model(f"{out}/before")
     trainer.model_init = lambda: model_of()
     trainer.train()
     losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
-    return {"first": first, "losses": losses, "again": trainer.evaluate()["eval_loss"], "dtype": trainer.model.dtype}
+    return {"before": before, "losses": losses, "best": trainer.evaluate()["eval_loss"], "dtype": trainer.model.dtype}
+
+
+def loss_before_training(out: str) -> float:
+    """Return the loss by transformers' own Trainer in float64."""
+    model = model_of().double()  # drawn in fp32, as in the other run
+    with exact():
+        loss: float = trainer_of(out, 1, None, model=model, **SHORT).evaluate()["eval_loss"]
+    return loss
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [0, 3])
 def test_bf16_runs_evaluate_first_and_load_the_best_model(ranks: Any, tmp_path: Path, stage: int) -> None:
     out = str(tmp_path / "out")
-    for found in ranks(4, others, out, stage, timeout=240):
-        assert found["losses"][0] < found["first"] and found["dtype"] == torch.bfloat16
-        assert found["again"] == pytest.approx(max(found["losses"][-2:]), abs=1e-6)
+    (wanted,) = ranks(1, loss_before_training, str(tmp_path / "plain"))
+    for found in ranks(4, bf16_run, out, stage, timeout=240):
+        assert found["dtype"] == torch.bfloat16
+        assert found["before"] == pytest.approx(wanted, rel=2**-8)  # the rounding of bf16
+        at_step_3, at_step_6 = found["losses"]
+        assert at_step_6 < at_step_3 < found["before"]
+        assert found["best"] == pytest.approx(at_step_3, abs=1e-6)
     start, saved = model_of().state_dict(), exported(f"{out}/before")
     assert all(torch.equal(saved[name].float(), value) for name, value in start.items())
 

@@ -46,11 +46,11 @@ def taken(source: Any, count: int) -> list[list[int]]:
 
 
 class Stream(IterableDataset[int]):
-    """Samples that come as they come; another way in each epoch, if it is told which."""
+    """Iterable dataset of the samples 0, 1, 2, ...; with ``set_epoch``, which adds 100 times the epoch to each."""
 
-    def __init__(self, told: bool) -> None:
+    def __init__(self, with_set_epoch: bool) -> None:
         self.start = 0
-        if told:
+        if with_set_epoch:
             self.set_epoch = partial(start_of_epoch, self)  # workers get a pickled copy
 
     def __iter__(self) -> Iterator[int]:
@@ -131,19 +131,20 @@ def test_an_incomplete_last_batch_is_dropped_or_filled() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_iterable_dataset_keeps_its_own_order(workers: int) -> None:
-    made = loader(Stream(told=True), workers=workers)
+    """A batch has 2 of the 43 samples, a step has 8, and an epoch 5 steps; two replicas take 4 in turn."""
+    made = loader(Stream(with_set_epoch=True), workers=workers)
     source = RepeatingLoader(made)
     seen = taken(source, 24)
-    assert [i for batch in seen for i in batch] == [*range(40), *range(100, 108)]  # the last three of an epoch are left
+    assert [i for batch in seen for i in batch] == [*range(40), *range(100, 108)]  # 40, 41 and 42 are left out
     state = made.state_dict()
     assert state == {"epoch": 1, "sample": TRAIN, "samples": 0, "seed": 0}
-    parts = []
+    parts = []  # of each replica: two steps after that state
     for replica in range(2):
-        other = loader(Stream(told=True), replica=replica, replicas=2, workers=workers)
+        other = loader(Stream(with_set_epoch=True), replica=replica, replicas=2, workers=workers)
         other.load_state_dict(state)
         parts.append([i for batch in taken(RepeatingLoader(other), 4) for i in batch])
     assert parts == [[108, 109, 110, 111, 116, 117, 118, 119], [112, 113, 114, 115, 120, 121, 122, 123]]
-    assert [i for batch in loader(Stream(told=False)) for i in batch.tolist()] == [*range(40)]
+    assert [i for batch in loader(Stream(with_set_epoch=False)) for i in batch.tolist()] == [*range(40)]
 
 
 def test_wrong_states_and_datasets_of_a_loader_are_refused() -> None:
@@ -155,9 +156,9 @@ def test_wrong_states_and_datasets_of_a_loader_are_refused() -> None:
     with pytest.raises(ValueError, match=r"24 samples of epoch 0 were read, .* not a multiple of .* batch of 16"):
         loader(train=16).load_state_dict({**state, "sample": 24})
     with pytest.raises(ValueError, match=r"an IterableDataset has none. Save state_dict\(\)"):
-        loader(Stream(told=False)).seek(3)
+        loader(Stream(with_set_epoch=False)).seek(3)
     with pytest.raises(ValueError, match="2 workers would each read the whole IterableDataset"):
-        loader(Stream(told=False), workers=2)
+        loader(Stream(with_set_epoch=False), workers=2)
     with pytest.raises(ValueError, match="43 samples, less than one global batch of 64"):
         loader(train=64)
     with pytest.raises(TypeError, match="training_data is a generator, which has no length"):

@@ -457,10 +457,14 @@ def test_the_file_beside_megatrons_command_is_a_training_file() -> None:
 
 
 def test_the_megatron_page_shows_the_output_of_explain(tmp_path: Path) -> None:
+    """`triax train --explain` with the page's last YAML file prints each line of the page's table of memory.
+
+    The page's folder Llama-3-70B is not here: the preset has the same sizes.
+    """
     text = (DOCS / "moving-from" / "megatron.md").read_text()
     *_, run = [block.text for block in blocks(text) if block.language == "yaml"]
     (shown,) = [block.text for block in blocks(text) if "bytes of a rank, in GiB" in block.text]
-    file = tmp_path / "llama.yaml"  # with the shape of the folder
+    file = tmp_path / "llama.yaml"
     file.write_text(re.sub(r"folder: Llama-3-70B.*", "preset: llama3-70b", run))
     printed = output_of("train", file, "--explain", "--processes", 64, columns=200).splitlines()
     assert [line for line in shown.splitlines() if line not in printed] == []

@@ -80,18 +80,23 @@ CONFIGS = ["getting_started.json", "stage2.json", "offload.json"]
 # Each file on one number of ranks, in turn.
 @pytest.mark.parametrize(("config", "size"), some([*product(CONFIGS, (1, 2, 4))], [0, 5, 7]))
 def test_getting_started_trains_as_plain_pytorch(ranks: Any, config: str, size: int) -> None:
+    """An epoch of simple_model.py ends at the weights of torch's loop in fp32.
+
+    The norm of the difference is at most 1e-4 of the norm of what training changed, or 5 % of it in fp16, where the
+    first steps are skipped while the loss scale falls. Rank 0 alone prints.
+    """
     options = ("--deepspeed_config", str(FOLDER / config), "--epochs", "1")
     results = ranks(size, run, "simple_model.py", *options)
-    half = config != "stage2.json"
-    (_, skipped, weights), said = results[0]
-    assert said.startswith("epoch 0: step ") and all(not more for _, more in results[1:])
-    assert skipped < 4 if half else skipped == 0
+    fp16 = config != "stage2.json"
+    (_, skipped, weights), printed = results[0]
+    assert printed.startswith("epoch 0: step ") and all(not others for _, others in results[1:])
+    assert skipped < 4 if fp16 else skipped == 0
     before, wanted = plain_simple(config, skipped)
+    change = torch.stack([(wanted[name] - before[name]).norm() for name in wanted]).norm()
     for (losses, skipped_here, found), _ in results:
         assert skipped_here == skipped and all(0 < loss < 5 for loss in losses)
-        moved = torch.stack([(wanted[name] - before[name]).norm() for name in wanted]).norm()
-        away = torch.stack([(wanted[name] - found[name].float()).norm() for name in wanted]).norm()
-        assert away < moved * (0.05 if half else 1e-4)
+        difference = torch.stack([(wanted[name] - found[name].float()).norm() for name in wanted]).norm()
+        assert difference < change * (0.05 if fp16 else 1e-4)
         assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 

@@ -259,17 +259,24 @@ def train_with_a_mean() -> None:
     engine.train_batch(microbatches(grid, text_batches(VOCABULARY, 2, LENGTH, 1)))
 
 
-def test_chunked_losses_with_mistakes_are_refused(ranks: Any) -> None:
+def test_chunked_losses_that_are_means_are_refused(ranks: Any) -> None:
+    """The mean of a chunk is neither a loss nor a metric of all tokens."""
     with pytest.raises(RankFailure, match=r"loss_fn returned a mean for a chunk of the tokens.*return a pair"):
         ranks(2, train_with_a_mean)
     halves = triax.chunked(lambda logits, labels: Loss({"all": (logits.sum(), 1.0)}, {}, {"half": logits.mean()}), 2)
     with pytest.raises(ValueError, match="a mean for 'half'"):
         halves.of_head(LastLayer(nn.Identity()), torch.ones(1, 8, 4), torch.zeros(1, 8))
+
+
+def test_chunked_refuses_modules_with_weights_and_no_tokens() -> None:
     with pytest.raises(TypeError, match="a module with parameters, which would get no gradients"):
         triax.chunked(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="tokens"):
+    with pytest.raises(ValueError, match="chunked was given tokens=0"):
         triax.chunked(Scores(), tokens=0)
 
+
+def test_chunked_losses_refuse_other_weights_and_wrong_shapes() -> None:
+    """A loss with a trained bias of its own, labels of 4 for 8 tokens, and a tuple in place of one tensor."""
     head, own = nn.Linear(4, 6), torch.zeros(6, requires_grad=True)
     x, labels = torch.ones(1, 8, 4, requires_grad=True), torch.zeros(1, 8, dtype=torch.long)
 
