@@ -253,14 +253,17 @@ PROGRAMS: list[tuple[str, list[int]]] = [
     ("images.py", [2, 1, 2, 1]),
     ("backwards.py", []),
     ("backwards.py", [2, 1, 2]),
+    ("spell.py", []),
+    ("spell.py", [2, 1, 2]),
     ("own.py", []),
     ("own.py", [1, 1, 4]),
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes"), some(PROGRAMS, (0, 1, 2, 4, 6, 7, 9, 10)))
+@pytest.mark.parametrize(("name", "sizes"), some(PROGRAMS, (0, 1, 2, 4, 6, 7, 9, 11, 12)))
 def test_the_programs_of_the_models_page_run(ranks: Any, name: str, sizes: list[int], tmp_path: Path) -> None:
-    printed, *_ = ranks(math.prod(sizes), run_page_program, "models.md", str(tmp_path), name, sizes, timeout=60)
+    job = ("models.md", str(tmp_path), name, sizes)
+    printed, *_ = ranks(math.prod(sizes), run_page_program, *job, timeout=60)
     if name == "images.py":  # a guess is right for 26 of them
         assert int(printed.split()[2]) > 128, printed
 
