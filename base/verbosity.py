@@ -1,4 +1,4 @@
-"""How much ``triax`` prints: with ``triax -q`` no progress, with ``triax -v`` the whole log and tracebacks."""
+"""Amount that ``triax`` prints: ``triax -q`` prints no progress, ``triax -v`` the whole log and tracebacks."""
 
 from __future__ import annotations
 

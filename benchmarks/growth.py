@@ -1,4 +1,4 @@
-"""How the host's work grows: seconds of CPU against layers, microbatches, pipe ranks, simulated ranks and tensors.
+"""Growth of the host's work: seconds of CPU against layers, microbatches, pipe ranks, simulated ranks and tensors.
 
     python benchmarks/growth.py                      # a table; and docs/growth.png by --plot docs/growth.png
     python benchmarks/growth.py --largest 64 --json  # sizes up to 64 times the smallest

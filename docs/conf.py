@@ -73,7 +73,7 @@ PACKAGES = (
     *("triax.compat.deepspeed", "triax.compat.horovod", "triax.compat.huggingface"),
 )
 
-# Subject -> beginnings of the modules that define its names. The first subject that fits is that of a name.
+# Subject -> beginnings of module names. A public name belongs to the first subject that has a beginning of its module.
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "Layers and pipeline stages": ("triax.pipe.",),
     "Sharded layers": ("triax.tensor_parallel.",),

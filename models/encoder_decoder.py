@@ -32,7 +32,7 @@ Mask = Tensor | None
 
 
 def source_and_target(config: T5Config | WhisperConfig, names: Sequence[str], inputs: Any, labels: Any) -> list[Any]:
-    """Return the fields of a microbatch, the last of which is the decoder's input, integers (B, T).
+    """Return the fields of a microbatch. The last field is the decoder's input, integers (B, T).
 
     Without this last field it is the labels (B, T), moved by one token, as in transformers.
 

@@ -145,7 +145,7 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
             and says what to change.
     """
     file = _pinned(file)
-    configure = own_config if file.model.layers is not None else image_config if file.data.images else None
+    configure = image_config if file.data.images else own_config if file.model.layers is not None else None
     model = model_config(file.model) if configure is None else configure(file)
     layers = layer_count(file, model)
     topology = _topology(file, processes, places)
@@ -387,7 +387,7 @@ def _learning_rate(file: TrainingFile, steps: int, tokens: int) -> LearningRate:
 
 
 def tokenizer_of(file: TrainingFile) -> str | None:
-    """Return the name of the tokenizer: the file's, or that of the model's folder; None: it is not known."""
+    """Return the tokenizer that the file names, or else the model's folder if it has one; None: neither has one."""
     if file.tokenizer is not None:
         return file.tokenizer
     folder = file.model.folder

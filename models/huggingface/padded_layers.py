@@ -2,10 +2,10 @@
 
     images (B, n, C, H, W) -> PaddedEmbedding -> PaddedBlock 0, ... -> PaddedProjector -> (features (B n, P, D), marks)
 
-Each row of a microbatch has n images, of which those that are 0 everywhere are padding. They run through the tower too,
-because the shapes of messages between stages may not depend on values, and the token embedding leaves them out. Behind
-the activations travel the marks of the patches, integers (B n, S): 1 for a patch that is attended to, 0 for one
-without pixels, and -1 for all of an image that is padding.
+Each row of a microbatch has n images. An image that is 0 everywhere is padding. Padding runs through the tower too,
+because the shapes of messages between stages may not depend on values; the token embedding leaves it out. Each layer
+sends the marks of the patches behind the activations, integers (B n, S): 1 for a patch that is attended to, 0 for a
+patch without pixels, and -1 for each patch of an image that is padding.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from support.encoder_models import CASES, Case, make, random_case, trained, wanted
+from support.huggingface_models import assert_bitwise
 from support.sweeps import on_every_axis, some
 
 
@@ -27,9 +28,7 @@ def require_equal(
             require_step_equal(found, right[name], f"{name} {cases[name]}")
     for name in cases:
         theirs, mine = (load_file(folder / name / kind / "model.safetensors") for kind in ("model", "saved"))
-        assert mine.keys() == theirs.keys()
-        for key, tensor in theirs.items():
-            assert mine[key].dtype == tensor.dtype and torch.equal(mine[key], tensor), (name, key)
+        assert_bitwise(mine, theirs)
 
 
 def require_step_equal(found: dict[str, Any], right: dict[str, Any], what: str) -> None:

@@ -26,6 +26,7 @@ from triax.tensor_parallel import gather_logits
 
 from support.encoder_models import ROWS, Case, by_their_names, make
 from support.exact_norms import exact
+from support.huggingface_models import assert_bitwise
 
 CLASSES = "T5ForConditionalGeneration", "MT5ForConditionalGeneration"
 _T5: dict[str, Any] = {"vocab_size": 61, "d_model": 20, "d_kv": 6, "d_ff": 37, "num_layers": 2, "num_heads": 3}
@@ -214,9 +215,7 @@ def require_equal(
             require_step_equal(step, right[name], f"{name} {cases[name]}")
     for name in cases:
         theirs, mine = (load_file(folder / name / kind / "model.safetensors") for kind in ("model", "saved"))
-        assert mine.keys() == theirs.keys()
-        for key, tensor in theirs.items():
-            assert mine[key].dtype == tensor.dtype and torch.equal(mine[key], tensor), (name, key)
+        assert_bitwise(mine, theirs)
 
 
 def require_step_equal(found: dict[str, Any], right: dict[str, Any], what: str) -> None:

@@ -1,4 +1,4 @@
-"""Grids on which models are compared, and sweeps of which some cells are in each run, and all in `make test-all`."""
+"""Grids on which models are compared, and sweeps: each run has some of their cells, and `make test-all` all."""
 
 from __future__ import annotations
 

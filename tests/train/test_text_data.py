@@ -26,7 +26,7 @@ DATA = "tiny/stories"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory, with two files of texts, of which one is also a data set in the Hub's cache."""
+    """Return the working directory. It has two files of texts; one file is also a data set in the Hub's cache."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hub_files").mkdir()
     write_json_lines(tmp_path / "some.jsonl", texts(20))

@@ -280,6 +280,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["grid.context=2"], "grid.context works with triax's own models"),
         (["grid.tensor=2", "grid.sequence_parallel=true"], "grid.sequence_parallel works with triax's own models"),
         (["model={preset: bytes-tiny}"], "data.images needs the folder of a vision-language model"),
+        (["model={layers: 'mine.py:layers'}"], "data.images needs the folder of a vision-language model"),
         (["model.weights=false", "model.overrides={hidden_size: 8}"], "model.overrides works with triax's own models"),
         (["tokenizer=bytes"], "tokenizer bytes has 256 tokens"),
         (["tokenizer=words"], "words has no processor of images that transformers can load"),
